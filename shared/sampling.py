@@ -1,0 +1,60 @@
+"""How one choice is sampled: the parameters that travel from the api to the engine, and their bounds.
+
+The api checks a client's values against BOUNDS and names the field it refuses; behind it they are trusted.
+"""
+
+from typing import Final
+
+import msgspec
+
+MAX_LOGPROBS: Final = 20
+MAX_LOGIT_BIAS: Final = 1024
+MAX_STOP_TOKEN_IDS: Final = 64
+MAX_N: Final = 128
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+
+BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 10.0),
+    "logit_bias": (-100.0, 100.0),
+}
+"""Closed intervals per float field; `logit_bias` bounds each of its values."""
+
+
+class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
+    """What the engine needs to draw the tokens of one choice. New fields go last, with a default.
+
+    Attributes:
+        max_tokens: tokens to produce at most; None until the tokenizer knows the room the context leaves.
+        temperature: 0 is greedy (the first of equals).
+        top_k: keep the k likeliest; 0 or -1 keeps all.
+        seed: random numbers depend on (seed, index of the token) alone, never on the batch.
+        logit_bias: token id -> added to its logit before anything else.
+        logprobs: None for none, else how many alternatives (0 to 20) to report beside the token itself.
+        min_tokens: end tokens and stop token ids cannot be drawn before this many tokens.
+        ignore_eos: the model's end tokens do not end the choice.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, without chance."""
+        return self.temperature < 1e-5 or self.top_k == 1
