@@ -1,0 +1,159 @@
+"""The metrics every service has, and the table form in which each service names its own.
+
+Owns names, help texts, labels and buckets of the common metrics; each service's `metrics.py` holds a table of
+the same kind, and documentation and dashboards are made from those tables. Knows no service. Labels come
+from closed sets only: never a uid, a path as typed, or anything else a client chooses.
+"""
+
+import threading
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+LATENCY_BUCKETS: Final = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0,
+)  # fmt: skip
+"""Seconds, 1 ms to minutes: any wait that a client can feel."""
+SHORT_BUCKETS: Final = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
+)  # fmt: skip
+"""Seconds, 0.1 ms up: work inside one service."""
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of a metric table. Counters are named with their `_total`."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+SERVICE_INFO: Final = Metric(
+    "millrace_service_info", "gauge", "Always 1; says who this is", ("service", "instance", "version", "model")
+)
+READY: Final = Metric("millrace_ready", "gauge", "1 while the service takes work")
+DRAINING: Final = Metric("millrace_draining", "gauge", "1 between the first SIGTERM and the end")
+LOOP_AGE: Final = Metric("millrace_loop_age_seconds", "gauge", "Time since the service's own loop last came round")
+EVENT_LOOP_DELAY: Final = Metric(
+    "millrace_event_loop_delay_seconds", "histogram", "How late asyncio runs a timer", buckets=SHORT_BUCKETS
+)
+BROKER_UP: Final = Metric("millrace_broker_up", "gauge", "1 while the broker answers")
+BROKER_RECONNECTS: Final = Metric("millrace_broker_reconnects_total", "counter", "Times the broker came back")
+BROKER_ROUND_TRIP: Final = Metric(
+    "millrace_broker_round_trip_seconds", "histogram", "One heartbeat's round trip", buckets=SHORT_BUCKETS
+)
+STREAM_LENGTH: Final = Metric(
+    "millrace_stream_length", "gauge", "Entries in a stream, by the service that reads it", ("stream",)
+)
+STREAM_LAG: Final = Metric("millrace_stream_lag", "gauge", "Entries of a stream that nobody has read yet", ("stream",))
+STREAM_OLDEST_AGE: Final = Metric(
+    "millrace_stream_oldest_age_seconds", "gauge", "Age of the oldest entry of a stream", ("stream",)
+)
+HOP_SECONDS: Final = Metric(
+    "millrace_hop_seconds",
+    "histogram",
+    "Time an entry waited in a stream until it was read",
+    ("stream",),
+    LATENCY_BUCKETS,
+)
+DEAD_LETTERS: Final = Metric(
+    "millrace_dead_letters_total", "counter", "Requests and messages given up by this service", ("reason",)
+)
+
+COMMON: Final[tuple[Metric, ...]] = (
+    SERVICE_INFO,
+    READY,
+    DRAINING,
+    LOOP_AGE,
+    EVENT_LOOP_DELAY,
+    BROKER_UP,
+    BROKER_RECONNECTS,
+    BROKER_ROUND_TRIP,
+    STREAM_LENGTH,
+    STREAM_LAG,
+    STREAM_OLDEST_AGE,
+    HOP_SECONDS,
+    DEAD_LETTERS,
+)
+"""The table of the metrics every service may have."""
+
+
+class Metrics:
+    """The registry of one process: makes each metric of the tables once, and prints them all.
+
+    A metric is made when it is first asked for, so a service exports just what it uses. Thread-safe.
+    """
+
+    def __init__(self, service: str, instance: str, model: str, version: str) -> None:
+        self.registry = CollectorRegistry()
+        self._lock = threading.Lock()
+        self._made: dict[str, Counter | Gauge | Histogram] = {}
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self.gauge(SERVICE_INFO).labels(service, instance, version, model).set(1)
+
+    def counter(self, metric: Metric) -> Counter:
+        """Give the counter of a table row."""
+        made = self._make(metric, "counter")
+        assert isinstance(made, Counter)
+        return made
+
+    def gauge(self, metric: Metric) -> Gauge:
+        """Give the gauge of a table row."""
+        made = self._make(metric, "gauge")
+        assert isinstance(made, Gauge)
+        return made
+
+    def histogram(self, metric: Metric) -> Histogram:
+        """Give the histogram of a table row."""
+        made = self._make(metric, "histogram")
+        assert isinstance(made, Histogram)
+        return made
+
+    def render(self) -> bytes:
+        """Print all metrics in the text format of Prometheus; its media type is CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+    def _make(self, metric: Metric, kind: Kind) -> Counter | Gauge | Histogram:
+        if metric.kind != kind:
+            raise TypeError(f"{metric.name} is a {metric.kind}, not a {kind}")
+        with self._lock:
+            made = self._made.get(metric.name)
+            if made is None:
+                made = self._made[metric.name] = self._new(metric)
+            return made
+
+    def _new(self, metric: Metric) -> Counter | Gauge | Histogram:
+        if metric.kind == "counter":
+            return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        if metric.kind == "gauge":
+            return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+        return Histogram(
+            metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets or LATENCY_BUCKETS
+        )
+
+
+def bounded(value: str, allowed: Container[str], other: str = "other") -> str:
+    """Give a label value from a closed set: the value itself if it is in there, else `other`."""
+    return value if value in allowed else other
+
+
+def table(metrics: Iterable[Metric]) -> str:
+    """Write a metric table as Markdown, for docs/metrics.md."""
+    rows = ["| name | type | labels | meaning |", "|---|---|---|---|"]
+    rows += [f"| `{m.name}` | {m.kind} | {', '.join(m.labels) or '-'} | {m.help} |" for m in metrics]
+    return "\n".join(rows) + "\n"
