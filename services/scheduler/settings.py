@@ -1,0 +1,71 @@
+"""The settings of a scheduler: which model, on what, how much of it, and how the broker side behaves.
+
+Each field is the environment variable `MILLRACE_<FIELD>` and the launcher's flag `--<field>`. Knows names and
+bounds only; what a value means for a device is the engine's to decide.
+"""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from shared.settings import ModelSettings
+
+
+class SchedulerSettings(ModelSettings):
+    """What one scheduler is told at its start.
+
+    Attributes:
+        engine: `fake` computes hashes instead of a model: the whole stack without weights and without torch.
+        device: where the model runs.
+        dtype: `auto` is the checkpoint's; on a CPU bfloat16 where the processor is made for it, else float32.
+        load_format: `dummy` draws random weights, for benchmarks.
+        tensor_parallel_size: GPUs (or, on a CPU, processes) that share one model.
+        page_size: tokens per KV page.
+        num_pages: KV pages; unset takes what fits the memory.
+        memory_ratio: share of a GPU's memory for weights and KV pages together.
+        max_running_requests: requests that have a slot at one time.
+        max_seq_len: tokens of prompt and answer together; unset is what the model allows.
+        max_prefill_tokens: prompt tokens computed in one step, unset is chosen by the device.
+        cache: `naive` computes every prompt from its first token.
+        attention_backend: name, or `prefill,decode` names.
+        moe_backend: kernels of mixture-of-experts layers.
+        cuda_graph_max_bs: largest batch with a captured graph; 0 captures none, unset is chosen by the device.
+        disable_overlap: settle each step before the next is planned.
+        disable_custom_all_reduce: NCCL alone between GPUs.
+        threads: threads of one operation on a CPU; unset is all cores the process may use.
+        fake_step_ms: time a step of the fake engine takes.
+        fake_vocab_size: ids the fake engine draws from.
+        step_timeout: seconds a launched step may take before the process is ended as stuck; 0 waits for ever.
+    """
+
+    health_port: int = Field(default=9102, ge=0, le=65535)
+    engine: Literal["real", "fake"] = "real"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    page_size: int = Field(default=16, ge=1, le=1024)
+    num_pages: int | None = Field(default=None, ge=2)
+    memory_ratio: float = Field(default=0.9, gt=0.0, le=1.0)
+    max_running_requests: int = Field(default=64, ge=1, le=4096)
+    max_seq_len: int | None = Field(default=None, ge=2)
+    max_prefill_tokens: int | None = Field(default=None, ge=1)
+    cache: Literal["radix", "naive"] = "radix"
+    attention_backend: str = "auto"
+    moe_backend: str = "auto"
+    cuda_graph_max_bs: int | None = Field(default=None, ge=0)
+    disable_overlap: bool = False
+    disable_custom_all_reduce: bool = False
+    threads: int | None = Field(default=None, ge=1)
+    fake_step_ms: float = Field(default=1.0, ge=0.0)
+    fake_vocab_size: int = Field(default=259, ge=4)
+    step_timeout: float = Field(default=300.0, ge=0.0)
+
+    @field_validator("attention_backend")
+    @classmethod
+    def _backend_names(cls, value: str) -> str:
+        known = {"auto", "torch", "flashinfer"}
+        names = value.split(",")
+        if len(names) > 2 or not set(names) <= known:
+            raise ValueError(f"one of {', '.join(sorted(known))}, or two of them: prefill,decode")
+        return value
