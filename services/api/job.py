@@ -1,0 +1,85 @@
+"""What one HTTP request asks for, once it is checked: the meeting point of routes, replies and answers.
+
+Plain data without behaviour beyond arithmetic. Knows neither HTTP nor the broker.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shared.ids import new_uid
+from shared.messages import Prompt
+from shared.sampling import SamplingParams
+
+Kind = Literal["chat", "completion", "generate"]
+
+_MASK = 2**64 - 1
+
+
+def mix_seed(seed: int, choice: int) -> int:
+    """Derive the seed of a choice: choice 0 keeps the request's, the others get one far from it (splitmix64).
+
+    Args:
+        seed: signed 64 bits.
+        choice: place within its prompt, so that a prompt draws alike alone and in a list.
+    """
+    if choice == 0:
+        return seed
+    z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request.
+
+    Attributes:
+        prompts: one per list entry; choice `i` belongs to prompt `i // n`.
+        seed: of the request, given or drawn.
+        echo: text in front of each prompt's answer, or None.
+        timeout_s: deadline from the client, or None.
+        cost_bytes: what the request weighs while it is unfinished (its body).
+    """
+
+    kind: Kind
+    model: str
+    prompts: list[Prompt]
+    n: int
+    params: SamplingParams
+    seed: int
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    stop: list[str] = field(default_factory=list)
+    include_stop: bool = False
+    skip_special: bool = True
+    echo: list[str] | None = None
+    logprobs: int | None = None
+    timeout_s: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    cost_bytes: int = 0
+    request_id: str = ""
+    traceparent: str = ""
+    tenant: str = ""
+    key_hash: str = ""
+    uids: list[str] = field(default_factory=list)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts."""
+        return len(self.prompts) * self.n
+
+    def name_choices(self) -> None:
+        """Give every choice its uid."""
+        self.uids = [new_uid() for _ in range(self.num_choices)]
+
+    def seed_of(self, choice: int) -> int:
+        """Give the seed of a choice (its index over all prompts)."""
+        return mix_seed(self.seed, choice % self.n)

@@ -1,0 +1,241 @@
+"""The bodies of requests, as clients may write them: field names, types, bounds.
+
+One class per route. A field that is not here is refused by name; a field of `_Ignored` is accepted because
+leaving it aside cannot change an answer. Optional fields may be null, which means "not given". What one field
+means beside another is decided in `intake.py`.
+"""
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shared.errors import InvalidRequest, PayloadTooLarge
+from shared.sampling import BOUNDS, MAX_LOGPROBS, MAX_N, SEED_MAX, SEED_MIN
+
+MAX_TOKENS: Final = 2**31 - 1
+MAX_STOP: Final = 4
+MAX_STOP_BYTES: Final = 4096
+MAX_PROMPTS: Final = 2048
+
+Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Temperature = Annotated[float, Meta(ge=BOUNDS["temperature"][0], le=BOUNDS["temperature"][1])]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=BOUNDS["presence_penalty"][0], le=BOUNDS["presence_penalty"][1])]
+Repetition = Annotated[float, Meta(ge=BOUNDS["repetition_penalty"][0], le=BOUNDS["repetition_penalty"][1])]
+Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of every body: what is not declared is refused."""
+
+
+class StreamOptions(Strict):
+    """How a stream reports usage; obfuscation is padding that we never add."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """Only plain text is served."""
+
+    type: str
+    json_schema: Any = None
+
+
+class FunctionSpec(Strict):
+    """A function a model may be told of."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """One tool; functions are the only kind."""
+
+    function: FunctionSpec
+    type: Literal["function"] = "function"
+
+
+class FunctionCall(Strict):
+    """A call in the history of a conversation; arguments are what the model wrote, JSON or not."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Strict):
+    """One tool call in the history of a conversation."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    """One turn. The last five fields come back from clients that resend our answers; only their text counts."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class _Ignored(Strict):
+    """Extras of common clients: names, tags, billing, caching hints. No answer depends on them."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class Sampling(_Ignored):
+    """What all three routes share: how to draw, when to stop, how to answer."""
+
+    max_tokens: CountOrZero | None = None
+    n: Choices | None = None
+    seed: Annotated[int, Meta(ge=SEED_MIN, le=SEED_MAX)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: CountOrZero | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: list[ChatMessage]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    web_search_options: None = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. `prompt` is text, token ids, or a list of either."""
+
+    model: str
+    prompt: Any = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Choices | None = None
+    reasoning_effort: None = None
+
+
+class GenerateRequest(Sampling):
+    """POST /generate: the plain interface. Streams text lines unless `stream` is false; one choice only."""
+
+    prompt: Any = None
+    model: str | None = None
+
+
+B = TypeVar("B", ChatRequest, CompletionRequest, GenerateRequest)
+
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest, GenerateRequest)
+}
+
+
+def parse(kind: type[B], data: bytes) -> B:
+    """Read a body.
+
+    Raises:
+        InvalidRequest: not JSON, or a field that is unknown, missing, of another type or out of its bounds.
+    """
+    try:
+        return _decoders[kind].decode(data)  # type: ignore[no-any-return]
+    except msgspec.ValidationError as e:
+        raise refusal(str(e)) from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"the body is not valid JSON: {e}", code="invalid_json") from e
+    except RecursionError as e:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from e
+
+
+def refusal(message: str) -> InvalidRequest:
+    """Turn a decoder's words ("Expected `int`, got `str` - at `$.n`") into a 400 that names the field."""
+    what, _, where = message.partition(" - at `")
+    path = where.removesuffix("`").removeprefix("$").removeprefix(".")
+    quoted = what.split("`")[1] if "`" in what else ""
+    if what.startswith(("Object contains unknown field", "Object missing required field")):
+        param = f"{path}.{quoted}" if path else quoted
+        verb = "unknown" if "unknown" in what else "missing"
+        return InvalidRequest(f"{verb} field: {param}", param=param, code=f"{verb}_field")
+    if not path:
+        return InvalidRequest(f"the body: {what}", code="invalid_body")
+    return InvalidRequest(f"{path}: {what}", param=path, code="invalid_value")
+
+
+def check_tree(value: Any, param: str, max_depth: int) -> None:
+    """Bound a free-form part of a body: its depth, and its integers to the 64 bits that travel.
+
+    Raises:
+        InvalidRequest: naming `param`.
+    """
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > max_depth:
+            raise InvalidRequest(f"{param}: nested deeper than {max_depth}", param=param, code="too_deep")
+        if isinstance(item, dict):
+            stack.extend((child, depth + 1) for child in item.values())
+        elif isinstance(item, list):
+            stack.extend((child, depth + 1) for child in item)
+        elif isinstance(item, int) and not -(2**63) <= item < 2**64:
+            raise InvalidRequest(f"{param}: an integer is beyond 64 bits", param=param, code="invalid_value")
+
+
+def too_large(limit: int) -> PayloadTooLarge:
+    """Make the refusal of a body over its bound."""
+    return PayloadTooLarge(f"the body is larger than {limit} bytes", code="body_too_large")
