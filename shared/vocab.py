@@ -35,6 +35,7 @@ class Vocabulary:
             continuation never does: only tokens after nothing but special ones are at the start.
         empty_ids: what a prompt without any token stands for: the start of a document.
         max_token_bytes: bytes of text one token can stand for at most; None when no bound can be proven.
+        dropped_bytes: bytes of text for which there is no token, so that they vanish.
     """
 
     encoder: TextEncoder
@@ -46,6 +47,7 @@ class Vocabulary:
     strips_leading_space: bool = False
     empty_ids: tuple[int, ...] = ()
     max_token_bytes: int | None = None
+    dropped_bytes: bytes = b""
 
     @property
     def num_ids(self) -> int:
@@ -90,7 +92,8 @@ class Vocabulary:
         """Whether a text certainly has more tokens than that; False says nothing. Takes no encoding."""
         if self.max_token_bytes is None or len(text) * 4 <= max_tokens * self.max_token_bytes:
             return False
-        return len(text.encode("utf-8", "surrogatepass")) > max_tokens * self.max_token_bytes
+        data = text.encode("utf-8", "surrogatepass").translate(None, self.dropped_bytes)
+        return len(data) > max_tokens * self.max_token_bytes
 
 
 def load_vocabulary(files: ModelFiles) -> Vocabulary:
