@@ -4,6 +4,7 @@ MillraceError
   ConfigError          a setting or a model cannot be served; the start stops with its reason
   BrokerError          the broker cannot be used
     BrokerDown         ... right now: drop what is held, back off, come back
+      BrokerFull       ... because its memory is full
   WireError            bytes that are no message of ours
   RequestError         one request fails, with a status, a type and a code that its client reads
     InvalidRequest, ContextLengthExceeded, ModelNotFound, NotAuthorized, NotFound, PayloadTooLarge,
@@ -27,6 +28,10 @@ class BrokerError(MillraceError):
 
 class BrokerDown(BrokerError):
     """The broker is away, loading, read-only or full: what was sent may or may not have happened."""
+
+
+class BrokerFull(BrokerDown):
+    """The broker is out of memory: it refuses what would need more, and answers everything else."""
 
 
 class WireError(MillraceError):
