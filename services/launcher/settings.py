@@ -1,0 +1,154 @@
+"""The command line: every setting of every service is a flag of the same name, and nothing else is.
+
+Flags are not listed here: they are made from the fields of the settings classes, with the help from their
+docstrings, so a flag cannot exist without the setting behind it, nor the other way round. A flag becomes the
+`MILLRACE_` variable of its field, which all services inherit.
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from pydantic import Field
+
+from services.api.settings import ApiSettings
+from services.detokenizer.settings import DetokenizerSettings
+from services.scheduler.settings import SchedulerSettings
+from services.tokenizer.settings import TokenizerSettings
+from shared.keys import Role
+from shared.settings import ENV_PREFIX, ServiceSettings
+
+
+class LauncherSettings(ServiceSettings):
+    """What the launcher alone decides: how many of each service, and where their traces go.
+
+    Attributes:
+        apis: api replicas, on PORT, PORT+1, ...
+        tokenizers: tokenizer instances.
+        schedulers: engines; each loads the model.
+        detokenizers: detokenizer instances.
+        run_dir: folder of process ids, ports and the data of its own Redis.
+    """
+
+    apis: int = Field(default=1, ge=1, le=64)
+    tokenizers: int = Field(default=1, ge=1, le=64)
+    schedulers: int = Field(default=1, ge=1, le=64)
+    detokenizers: int = Field(default=1, ge=1, le=64)
+    run_dir: Path = Path(".run")
+
+
+SERVICES: Final[Mapping[Role, type[ServiceSettings]]] = {
+    "tokenizer": TokenizerSettings,
+    "scheduler": SchedulerSettings,
+    "detokenizer": DetokenizerSettings,
+    "api": ApiSettings,
+}
+"""Settings class of each service, in the order of a request's way."""
+
+_PER_INSTANCE: Final = frozenset({"name", "health_port", "health_port_strict"})
+"""Fields that the launcher gives to each instance itself."""
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {"tensor_parallel_size": ("--tp",), "api_keys": ("--api-key",)}
+_DOC_FIELD: Final = re.compile(r"^\s{4}(\w+): (.*)$")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of `serve` and `dead`. Flags that were not given do not appear in its result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m services.launcher", description="Run Millrace without containers.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | dead")
+    serve = commands.add_parser(
+        "serve",
+        help="run all services (what a call without a command does)",
+        description="Run all services. Each flag is also a variable: --max-seq-len is MILLRACE_MAX_SEQ_LEN.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, (owner, annotation, text) in _fields().items():
+        flags = (f"--{name.replace('_', '-')}", *_ALIASES.get(name, ()))
+        group = _group(serve, owner)
+        if annotation is bool:
+            group.add_argument(*flags, dest=name, action="store_const", const="true", help=text)
+        else:
+            group.add_argument(*flags, dest=name, metavar=_metavar(annotation), help=text.replace("%", "%%"))
+    _add_dead(commands)
+    return parser
+
+
+def _add_dead(commands: Any) -> None:
+    """Add the command that looks after given-up requests."""
+    dead = commands.add_parser("dead", help="requests and messages that were given up", allow_abbrev=False)
+    dead.add_argument("--redis-url", default=argparse.SUPPRESS, metavar="URL", help="the installation's broker")
+    dead.add_argument("--redis-prefix", default=argparse.SUPPRESS, metavar="NAME", help="the installation's prefix")
+    dead.add_argument("--run-dir", default=argparse.SUPPRESS, metavar="FOLDER", help="of the launcher that runs it")
+    actions = dead.add_subparsers(dest="action", required=True, metavar="list | show | replay | drop")
+    actions.add_parser("list", help="one line per letter")
+    for name, text in (
+        ("show", "everything about one letter"),
+        ("replay", "send a request again, and drop the letter"),
+        ("drop", "delete a letter"),
+    ):
+        actions.add_parser(name, help=text).add_argument("id", help="id from the list, or `all` to drop")
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Read a command line: the namespace, and the flags as `MILLRACE_` variables.
+
+    A call without a command serves. Ends the process, naming the flag, when one is unknown.
+    """
+    commands = {"serve", "dead", "-h", "--help"}
+    args = build_parser().parse_args(argv if argv and argv[0] in commands else ["serve", *argv])
+    given = {key: value for key, value in vars(args).items() if key not in ("command", "action", "id")}
+    return args, {ENV_PREFIX + key.upper(): str(value) for key, value in given.items()}
+
+
+def variables() -> set[str]:
+    """Name every variable that some settings class reads."""
+    classes: Iterable[type[ServiceSettings]] = (LauncherSettings, *SERVICES.values())
+    return {ENV_PREFIX + name.upper() for cls in classes for name in cls.model_fields}
+
+
+def _fields() -> dict[str, tuple[str, Any, str]]:
+    """Collect the fields that are flags: name -> (owner, annotation, help), the launcher's first."""
+    owners: list[tuple[str, type[ServiceSettings]]] = [("launcher", LauncherSettings), *SERVICES.items()]
+    found: dict[str, tuple[str, Any, str]] = {}
+    for owner, cls in owners:
+        texts = _docs(cls)
+        for name, info in cls.model_fields.items():
+            if name in _PER_INSTANCE:
+                continue
+            shared = name in ServiceSettings.model_fields or (name in found and found[name][0] != owner)
+            found.setdefault(name, ("all services" if shared else owner, info.annotation, texts.get(name, "")))
+    return found
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """Read the `Attributes:` of a class and its bases: field -> text."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        _, found, body = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")
+        name = ""
+        for line in body.splitlines() if found else ():
+            match = _DOC_FIELD.match(line)
+            if match:
+                name, texts[match.group(1)] = match.groups()
+            elif name and line.strip():
+                texts[name] += " " + line.strip()
+    return texts
+
+
+def _group(parser: argparse.ArgumentParser, title: str) -> Any:
+    """Give the parser's group of that title, made on first use."""
+    return next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
+
+
+def _metavar(annotation: Any) -> str:
+    """Show the choices of a literal, or the kind of value."""
+    options = [o for part in (annotation, *get_args(annotation)) for o in get_args(part) if isinstance(o, str)]
+    if options:
+        return "|".join(dict.fromkeys(options))
+    kinds = {int: "N", float: "X", Path: "PATH"}
+    return next((kinds[t] for t in (annotation, *get_args(annotation)) if t in kinds), "VALUE")

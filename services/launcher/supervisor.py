@@ -1,0 +1,207 @@
+"""Keeps a set of instances running: starts them all at once, tells when they serve, revives, stops in order.
+
+Owns the launcher's signals and its only loop. It is single-threaded and waits in one place (`_pause`), for a
+signal or the time of the next look. Knows nothing of models, flags or ports beyond what a Spec says.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from services.launcher.processes import Child, Spec, describe_exit
+from services.launcher.run_files import RunFiles
+
+STOP_ORDER: Final = ("api", "tokenizer", "scheduler", "detokenizer", "redis")
+"""Against the stream: first nobody asks any more, then nobody produces, then nobody carries."""
+
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOOK_S: Final = 0.1
+_WATCH_S: Final = 1.0
+_GRACE_S: Final = 2.0
+_QUICK_STOP_S: Final = {"api": 1.2, "tokenizer": 0.4, "scheduler": 0.8, "detokenizer": 0.4, "redis": 0.7}
+"""Seconds each stage may take after a Ctrl-C; half of it passes before the second signal. All: under 5 s."""
+_MAX_FALSE_STARTS: Final = 3
+EXIT_BAD_START: Final = 1
+
+
+class Supervisor:
+    """Runs instances until a stop signal."""
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        files: RunFiles,
+        on_ready: Callable[[], None],
+        drain_timeout_s: float,
+        fatal_codes: frozenset[int] = frozenset(),
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            specs: what to run.
+            files: where process ids and ports are told; stays the caller's to close.
+            on_ready: called once, when all instances have said that they serve.
+            drain_timeout_s: how long a service may finish its work after SIGTERM to the launcher.
+            fatal_codes: exit codes that no restart will cure (a bad setting); before the first readiness they
+                stop everything.
+        """
+        self._children = [Child(spec) for spec in specs]
+        self._files = files
+        self._on_ready = on_ready
+        self._drain_timeout_s = drain_timeout_s
+        self._fatal_codes = fatal_codes
+        self._announced = False
+        self._progress = Progress()
+
+    def run(self) -> int:
+        """Serve until told to stop; give the exit code (0: everything ended by itself)."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
+        try:
+            for child in self._children:
+                self._launch(child)
+            while True:
+                stop = self._pause(self._wait_s())
+                if stop is not None:
+                    self._progress.clear()
+                    return self._stop(quick=stop == signal.SIGINT)
+                if not self._revive():
+                    self._stop(quick=True)
+                    return EXIT_BAD_START
+                self._look()
+        finally:
+            for child in self._children:
+                child.kill()
+
+    def _launch(self, child: Child) -> None:
+        child.launch()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Rewrite the run files."""
+        self._files.write(
+            {c.spec.instance: c.pid for c in self._children if c.pid is not None},
+            {c.spec.instance: c.spec.port for c in self._children},
+        )
+
+    def _wait_s(self) -> float:
+        """Say how long nothing needs to be looked at."""
+        if not all(child.ready for child in self._children):
+            return _LOOK_S
+        return _WATCH_S
+
+    def _pause(self, timeout_s: float) -> signal.Signals | None:
+        """Wait for a signal; give it if it asks to stop."""
+        info = signal.sigtimedwait({*_STOP_SIGNALS, signal.SIGCHLD}, timeout_s)
+        if info is None or info.si_signo == signal.SIGCHLD:
+            return None
+        return signal.Signals(info.si_signo)
+
+    def _revive(self) -> bool:
+        """Notice who ended and start again whose time has come; False if that is hopeless."""
+        now = time.monotonic()
+        for child in self._children:
+            status = child.poll()
+            if status is not None:
+                self._progress.clear()
+                if self._is_hopeless(child, status):
+                    return False
+                self._tell()
+            if child.due_s is not None and child.due_s <= now:
+                self._launch(child)
+        return True
+
+    def _is_hopeless(self, child: Child, status: int) -> bool:
+        """Judge an ended child: one that never served and cannot stops the start."""
+        name, how = child.spec.instance, describe_exit(status)
+        if not child.was_ready and (status in self._fatal_codes or child.failures >= _MAX_FALSE_STARTS):
+            say(f"{name} cannot start ({how}); see its last lines above")
+            return True
+        say(f"{name} ended ({how}); starting it again")
+        return False
+
+    def _look(self) -> None:
+        """Ask those that do not serve yet; announce the whole once."""
+        for child in self._children:
+            if signal.sigpending() & set(_STOP_SIGNALS):
+                return
+            if not child.ready and child.probe() and self._announced:
+                say(f"{child.spec.instance} is ready again")
+        waiting = [c for c in self._children if not c.ready]
+        if self._announced:
+            return
+        if waiting:
+            self._progress.show(", ".join(f"{c.spec.instance}: {c.waiting_for}" for c in waiting))
+        else:
+            self._announced = True
+            self._progress.clear()
+            self._on_ready()
+
+    def _stop(self, quick: bool) -> int:
+        """End every stage of STOP_ORDER in turn; give 0 if nobody had to be killed."""
+        clean = True
+        for role in STOP_ORDER:
+            stage = [c for c in self._children if c.spec.role == role]
+            limit_s = _QUICK_STOP_S[role] if quick else self._drain_timeout_s + _GRACE_S
+            insist_s = limit_s / 2 if quick else self._drain_timeout_s
+            for child in stage:
+                child.signal(signal.SIGTERM)
+            ended, quick = self._await_end(stage, insist_s, limit_s, quick)
+            clean = clean and ended
+        return 0 if clean else 1
+
+    def _await_end(self, stage: list[Child], insist_s: float, limit_s: float, quick: bool) -> tuple[bool, bool]:
+        """Wait for a stage to end; at `insist_s` signal again, at `limit_s` kill.
+
+        Another stop signal makes this stage and all that follow quick ones. Gives (ended by themselves, quick).
+        """
+        started_s = time.monotonic()
+        insisted = False
+        while alive := [c for c in stage if c.poll() is None and c.pid is not None]:
+            passed_s = time.monotonic() - started_s
+            if passed_s >= limit_s:
+                for child in alive:
+                    say(f"{child.spec.instance} did not end in {limit_s:.1f} s; killing it")
+                    child.kill()
+                self._tell()
+                return False, quick
+            if passed_s >= insist_s and not insisted:
+                insisted = True
+                for child in alive:
+                    child.signal(signal.SIGTERM)
+            if self._pause(0.02) is not None:
+                quick = True
+                insist_s, limit_s = passed_s, passed_s + _QUICK_STOP_S[alive[0].spec.role] / 2
+        self._tell()
+        return True, quick
+
+
+class Progress:
+    """One line that rewrites itself on a terminal; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._started_s = time.monotonic()
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._is_terminal:
+            line = f"[{time.monotonic() - self._started_s:3.0f} s] {text}"
+            sys.stderr.write(f"\r\x1b[K{line[:150]}")
+            sys.stderr.flush()
+            self._shown = True
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = False
+
+
+def say(text: str) -> None:
+    """Tell the person at the terminal something that is not a result."""
+    sys.stderr.write(f"millrace: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,20 @@
+"""Waiting in tests: for a condition, with a limit, and with a clear word when it does not come."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], what: str, timeout_s: float = 20.0, every_s: float = 0.02) -> T:
+    """Give the first true value of a condition; fail when none comes in time."""
+    pause = threading.Event()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not in {timeout_s:g} s: {what}"
+        pause.wait(every_s)
