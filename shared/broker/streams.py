@@ -188,7 +188,9 @@ def read_generate(
     """Read an engine's stream from a position on; the entries stay. Also used to look into a dead engine's."""
     return Call(
         _xread({keys.generate(engine): after}, count, block_ms),
-        lambda answer: [_generate_entry(entry_id, fields) for _, entries in answer or () for entry_id, fields in entries],
+        lambda answer: [
+            _generate_entry(entry_id, fields) for _, entries in answer or () for entry_id, fields in entries
+        ],
         blocks=block_ms > 0,
     )
 
@@ -330,9 +332,9 @@ def _queue_entry(entry_id: bytes, fields: Sequence[bytes], deliveries: int = 1) 
 
 
 def _generate_entry(entry_id: bytes, fields: Sequence[bytes]) -> GenerateEntry:
-    found = dict(pairs(fields))
-    why: Why = found.get(b"w", b"new").decode()  # type: ignore[assignment]  # written by our scripts alone
-    return GenerateEntry(entry_id, found[b"u"].decode(), found[b"m"], why)
+    found = dict(pairs(fields))  # a field may be missing where a stranger has written: the reader then buries it
+    why: Why = found.get(b"w", b"new").decode(errors="replace")  # type: ignore[assignment]  # by our scripts alone
+    return GenerateEntry(entry_id, found.get(b"u", b"").decode(errors="replace"), found.get(b"m", b""), why)
 
 
 def _parse_queue(answer: Any) -> list[QueueEntry]:
