@@ -1,0 +1,89 @@
+"""Drawing one token per row straight from bf16 logits, by the Gumbel-max trick, in two small kernels.
+
+The noise of a vocabulary entry depends on (seed of the draw, id of the entry) alone: not on the row, the
+batch, the block or the rank that holds the entry. So a request draws alike in any company, and with a
+sharded vocabulary each rank finds its own maximum and the largest wins.
+
+Source: Gumbel-max sampling; the counter-based generator is Philox (Salmon et al., 2011) as Triton ships it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+"""Fixed: the counter of an entry is derived from its place in its block."""
+
+
+@triton.jit
+def _block_kernel(logits, temperatures, seeds, best, where, vocab, first_id, stride, blocks, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    QUARTER: tl.constexpr = BLOCK // 4
+    e = tl.arange(0, QUARTER)
+    temperature = tl.load(temperatures + row)
+    seed = tl.load(seeds + row)
+    global_block = first_id // BLOCK + block
+    # Seven rounds of Philox pass every known test of randomness; the default of ten only costs time.
+    r0, r1, r2, r3 = tl.randint4x(seed, global_block * QUARTER + e, n_rounds=7)
+    top = tl.full((QUARTER,), -float("inf"), tl.float32)
+    top_id = tl.zeros((QUARTER,), tl.int32)
+    broken = tl.zeros((QUARTER,), tl.int32)
+    base = logits + row.to(tl.int64) * stride
+    factor = tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
+    spread = tl.where(temperature > 0.0, 1.0, 0.0)
+    for j in tl.static_range(4):
+        bits = r0 if j == 0 else (r1 if j == 1 else (r2 if j == 2 else r3))
+        at = block * BLOCK + j * QUARTER + e
+        x = tl.load(base + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+        # A number in (0, 1): 23 bits and a half, all of which float32 holds, so never an end of the interval.
+        u = ((bits.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+        y = x * factor - tl.log(-tl.log(u)) * spread
+        broken |= (y != y).to(tl.int32)
+        top_id = tl.where(y > top, at, top_id)
+        top = tl.maximum(top, y)
+    # A row with a NaN anywhere reports NaN, and its request ends.
+    best_score = tl.max(top, 0)
+    value = tl.where(tl.max(broken, 0) > 0, float("nan"), best_score)
+    index = tl.min(tl.where(top == best_score, top_id, 0x7FFFFFFF), 0) + first_id
+    tl.store(best + row * blocks + block, value)
+    tl.store(where + row * blocks + block, index)
+
+
+@triton.jit
+def _row_kernel(best, where, out_value, out_id, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0)
+    b = tl.arange(0, BLOCKS)
+    value = tl.load(best + row * blocks + b, mask=b < blocks, other=-float("inf"))
+    broken = tl.sum((value != value).to(tl.int32), 0) > 0
+    at = tl.argmax(tl.where(value != value, -float("inf"), value), 0)
+    tl.store(out_value + row, tl.where(broken, float("nan"), tl.max(value, 0)))
+    tl.store(out_id + row, tl.where(broken, -1, tl.load(where + row * blocks + at)))
+
+
+def gumbel_sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, first_id: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row.
+
+    Args:
+        logits: (rows, vocab), bf16 or f32, device; rows may be strided.
+        temperatures: (rows,), float32, device; 0 takes the likeliest.
+        seeds: (rows,), int64, device; of this draw: a mix of the request's seed and the token's index.
+        first_id: id of the first column, a multiple of BLOCK, for a sharded vocabulary.
+
+    Returns:
+        (rows,) float32 winning scores, to compare between ranks, NaN where the row's logits are not numbers;
+        (rows,) int32 token ids, -1 there.
+    """
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    where = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
+    _block_kernel[(rows, blocks)](
+        logits, temperatures, seeds, best, where, vocab, first_id, logits.stride(0), blocks, BLOCK=BLOCK, num_warps=4
+    )
+    value = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    token = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    _row_kernel[(rows,)](best, where, value, token, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+    return value, token
