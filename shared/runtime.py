@@ -1,22 +1,49 @@
 """One life for every thread-style service: start, wait for the broker, ready, serve, drain, stop.
 
-Owns signals, exit codes, the heart (the thread that writes heartbeats and watches those of others), the health
-server and the watchdog of a stuck loop. Knows no service: each gives a `Service`, and its `__main__` is
+Owns signals, exit codes, the health server and the guard that ends a stuck loop or a drain that takes too
+long. Knows no service: each gives a `Service`, and its `__main__` is
 
     sys.exit(main("tokenizer", TokenizerSettings, TokenizerService))
 
-Exit codes: 0 a clean end; 1 a fault, a second signal, or the drain deadline; 2 a bad setting; 70 a stuck loop.
-The api, which lives in an event loop of its own, uses `Heart`, `Readiness` and `Metrics` without a `Life`.
+Exit codes: 0 a clean end; 1 a fault, or the drain deadline; 2 a bad setting; 70 a stuck loop; 128 and the
+signal's number for a second signal. The api, which lives in an event loop of its own, uses `Heart`,
+`Readiness` and `Metrics` without a `Life`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Final, Protocol, TypeVar
 
-from shared.health import Pulse, Readiness
-from shared.keys import Role
+from shared.broker.connection import Broker
+from shared.errors import ConfigError, MillraceError
+from shared.health import HealthServer, Pulse, Readiness
+from shared.heart import Heart
+from shared.ids import new_incarnation
+from shared.keys import BEAT_S, Role
+from shared.logs import setup_logs
 from shared.messages import Heartbeat
-from shared.metrics import Metrics
-from shared.settings import ServiceSettings
+from shared.metrics import DRAINING, LOOP_AGE, READY, Metrics
+from shared.settings import ServiceSettings, load
+from shared.version import VERSION
+
+log = logging.getLogger(__name__)
+
+EXIT_FAULT: Final = 1
+EXIT_CONFIG: Final = 2
+EXIT_STUCK: Final = 70
+
+_GUARD_S: Final = 0.25
+_DRAIN_GRACE_S: Final = 2.0
+"""How long after the drain deadline the process is ended from outside its loop."""
+_ECHO_S: Final = 1.0
+"""A signal of another kind this soon after the first is the same wish, sent to the group and to the process."""
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -49,60 +76,250 @@ class Service(Protocol):
         ...
 
 
+class _Stop(BaseException):
+    """Raised by the signal handler where nothing is in hand yet and nothing can be lost."""
+
+
 class Life:
-    """What a running service uses of its life.
+    """The life of one service, and what the service uses of it.
+
+    Args:
+        role: of the service.
+        settings: of the service.
+        service: what lives.
+        watch: roles whose heartbeats the service looks at besides its own.
+        stuck_after_s: seconds without a beat after which the process ends with code 70; 0 never.
+        beat_s: time between heartbeats.
+        kill: ends the process at once, without another line of Python.
 
     Attributes:
         settings: as given.
         role: as given.
         incarnation: id of this run of the instance, in its keys and heartbeats.
-        readiness: `broker`, `start` and `draining` are kept by the life; services add their own parts.
+        broker: for the service's own calls; not yet connected.
+        heart: who lives, and whether the broker does.
+        readiness: `start`, `broker` and `draining` are kept by the life; services add their own parts.
         metrics: the registry of the process.
         pulse: beaten by the service's loop; the heartbeat carries its count.
-        port: of the health server.
-        draining: set by the first signal.
+        port: of the health server; 0 before it runs.
     """
 
-    settings: ServiceSettings
-    role: Role
-    incarnation: str
-    readiness: Readiness
-    metrics: Metrics
-    pulse: Pulse
-    port: int
+    def __init__(
+        self,
+        role: Role,
+        settings: ServiceSettings,
+        service: Service,
+        *,
+        watch: Sequence[Role] = (),
+        stuck_after_s: float = 60.0,
+        beat_s: float = BEAT_S,
+        kill: Callable[[int], object] = os._exit,
+    ) -> None:
+        name = settings.instance_name(role)
+        self.role: Role = role
+        self.settings = settings
+        self.incarnation = new_incarnation(name)
+        self.readiness = Readiness("start")
+        self.metrics = Metrics(role, name, settings.served_model_name, VERSION)
+        self.pulse = Pulse()
+        self.port = 0
+        self.broker = Broker(settings, name=name)
+        self.heart = Heart(
+            self.broker,
+            role,
+            self.incarnation,
+            self._heartbeat,
+            self.metrics,
+            watch=watch,
+            leases={r: settings.lease_s(r) for r in (role, *watch)},
+            interval_s=beat_s,
+            on_up=service.reconnected,
+            on_fatal=self._fatal,
+        )
+        self._name = name
+        self._service = service
+        self._stuck_after_s = stuck_after_s
+        self._kill = kill
+        self._draining = threading.Event()
+        self._drain_began_s = 0.0
+        self._first_signal: tuple[int, float] | None = None
+        self._serving = False
+        self._over = threading.Event()
+        self._error: MillraceError | None = None
+        self._observe()
+
+    # --- what a service uses -------------------------------------------------------------------------------
 
     def beat(self) -> None:
         """Say that the loop came round. A loop that stops saying so loses its lease, and later its life."""
-        raise NotImplementedError
+        self.pulse.beat()
 
     @property
     def draining(self) -> bool:
         """Whether the service was told to end: take nothing new, finish what is in hand, return from `serve`."""
-        raise NotImplementedError
+        return self._draining.is_set()
 
     def drain_left_s(self) -> float:
         """Seconds until the drain deadline; infinite while not draining."""
-        raise NotImplementedError
+        if not self.draining:
+            return float("inf")
+        return max(0.0, self._drain_began_s + self.settings.drain_timeout - time.monotonic())
 
     def pause(self, seconds: float) -> None:
         """Sleep, but wake at once when draining begins; beats before and after."""
-        raise NotImplementedError
+        self.beat()
+        self._draining.wait(seconds)
+        self.beat()
 
     def drain(self) -> None:
-        """Begin to end, as the first signal does. Safe on any thread."""
-        raise NotImplementedError
+        """Begin to end, as the first signal does. Safe on any thread and in a signal handler."""
+        if not self._draining.is_set():
+            self._drain_began_s = time.monotonic()
+            self.readiness.missing("draining")
+            self._draining.set()
+            self.heart.hurry()
 
-    def fail(self, reason: str) -> None:
-        """End with code 1 after `serve` returned; safe on any thread (a helper thread of the service died)."""
-        raise NotImplementedError
+    def fail(self, error: MillraceError) -> None:
+        """Begin to end because a part of the service is broken: the exit code will be 1. Safe on any thread."""
+        self._error = self._error or error
+        self.drain()
 
-    def living(self, role: Role) -> dict[str, Heartbeat]:
-        """Give incarnation -> last heartbeat of the living of a watched role, as the heart saw them last."""
-        raise NotImplementedError
+    def living(self, role: Role) -> Mapping[str, Heartbeat]:
+        """Give incarnation -> last heartbeat of the living of a watched role, this instance included."""
+        return self.heart.living(role)
 
-    def dead(self, role: Role) -> dict[str, Heartbeat]:
-        """Give incarnation -> last heartbeat of those whose lease is over, until somebody retires them."""
-        raise NotImplementedError
+    def dead(self, role: Role) -> Mapping[str, bytes]:
+        """Give incarnation -> encoded last heartbeat of those whose lease is over, until they are retired."""
+        return self.heart.dead(role)
+
+    # --- the life itself -----------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Live, and give the exit code. Signals are the caller's to connect (`connect_signals`)."""
+        health: HealthServer | None = None
+        guard = threading.Thread(target=self._guard, name="guard", daemon=True)
+        try:
+            health = self._start_health()
+            guard.start()
+            self.heart.start()
+            self._live()
+            code = self._exit_code()
+        except _Stop:
+            code = self._exit_code()
+        except ConfigError as e:
+            log.error("%s", e)
+            code = EXIT_CONFIG
+        except Exception:
+            log.exception("%s failed", self.role)
+            code = EXIT_FAULT
+        self.pulse.rest()
+        self.heart.stop(leave=code == 0)
+        if health is not None:
+            health.stop()
+        self._over.set()
+        if guard.is_alive():
+            guard.join()
+        self.broker.close()
+        log.info("%s ends with code %d", self._name, code)
+        return code
+
+    def connect_signals(self) -> None:
+        """Let SIGTERM and SIGINT end this life, and SIGUSR1 print the stacks of all threads. Main thread only."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+
+    def _live(self) -> None:
+        log.info("%s starts as %s, version %s", self.role, self.incarnation, VERSION)
+        self._service.prepare(self)
+        while not self.heart.wait_up(0.2):
+            if self.draining:
+                raise _Stop
+        self._serving = True
+        if self.draining:
+            raise _Stop
+        self.heart.announce()
+        self.readiness.have("start")
+        self.readiness.started()
+        self._service.serve(self)
+        if not self.draining:
+            raise MillraceError("the service's loop ended by itself")
+
+    def _exit_code(self) -> int:
+        if self._error is None:
+            return 0
+        log.error("%s", self._error)
+        return EXIT_CONFIG if isinstance(self._error, ConfigError) else EXIT_FAULT
+
+    def _start_health(self) -> HealthServer:
+        health = HealthServer(
+            self.settings.health_host,
+            self.settings.health_port,
+            strict=self.settings.health_port_strict,
+            metrics=self.metrics,
+            readiness=self.readiness,
+            version=VERSION,
+            alive=lambda: not self._is_stuck(0.5),
+        )
+        self.port = health.port
+        health.start()
+        return health
+
+    def _observe(self) -> None:
+        """Connect what is asked for at every look, and what is measured at every scrape."""
+        self.readiness.require("broker", lambda: self.heart.up)
+        self.metrics.gauge(READY).set_function(lambda: float(self.readiness.ready))
+        self.metrics.gauge(DRAINING).set_function(lambda: float(self.draining))
+        self.metrics.gauge(LOOP_AGE).set_function(lambda: self.pulse.age_s)
+
+    def _heartbeat(self) -> Heartbeat:
+        base = Heartbeat(
+            beat=self.pulse.count,
+            name=self._name,
+            version=VERSION,
+            model=self.settings.served_model_name,
+            draining=self.draining,
+            port=self.port,
+        )
+        return self._service.heartbeat(base)
+
+    def _fatal(self, error: MillraceError) -> None:
+        """The heart cannot go on: without it there is no lease, so the service must end."""
+        self.fail(error)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first_signal is None:
+            self._first_signal = (number, now)
+            log.info("%s: draining, for %.0f s at most", signal.Signals(number).name, self.settings.drain_timeout)
+            self.drain()
+            if not self._serving:
+                raise _Stop
+            return
+        first, at = self._first_signal
+        if number == first or now - at > _ECHO_S:
+            log.warning("%s: a second signal ends the process now", signal.Signals(number).name)
+            self._kill(128 + number)
+
+    def _is_stuck(self, share: float = 1.0) -> bool:
+        return self._stuck_after_s > 0 and self.pulse.age_s > self._stuck_after_s * share
+
+    def _guard(self) -> None:
+        """End the process when its loop is stuck or its drain takes too long; the loop itself cannot."""
+        while not self._over.wait(_GUARD_S):
+            if self._is_stuck():
+                log.critical("the loop is stuck for %.0f s; ending, so that others take over", self.pulse.age_s)
+                faulthandler.dump_traceback(all_threads=True)
+                self._kill(EXIT_STUCK)
+                return
+            if self.draining and time.monotonic() > self._deadline_s:
+                log.error("the drain deadline of %.0f s is over; ending", self.settings.drain_timeout)
+                self._kill(EXIT_FAULT)
+                return
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._drain_began_s + self.settings.drain_timeout + _DRAIN_GRACE_S
 
 
 def main(
@@ -112,6 +329,7 @@ def main(
     *,
     watch: Sequence[Role] = (),
     stuck_after_s: float = 60.0,
+    beat_s: float = BEAT_S,
 ) -> int:
     """Run a service from its settings and give its exit code.
 
@@ -121,5 +339,18 @@ def main(
         make: builds the service; it must not do any work yet.
         watch: roles whose heartbeats the service looks at (its own is always watched).
         stuck_after_s: seconds without a beat after which the process dumps its stacks and ends with code 70.
+        beat_s: time between heartbeats.
     """
-    raise NotImplementedError
+    faulthandler.enable()
+    try:
+        settings = load(settings_class)
+        setup_logs(role, settings)
+        life = Life(role, settings, make(settings), watch=watch, stuck_after_s=stuck_after_s, beat_s=beat_s)
+    except ConfigError as e:
+        sys.stderr.write(f"millrace {role}: {e}\n")
+        return EXIT_CONFIG
+    try:
+        life.connect_signals()
+        return life.run()
+    except _Stop:
+        return 0

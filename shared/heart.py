@@ -1,0 +1,211 @@
+"""The heart of an instance: a thread that writes its heartbeat, watches those of others, and minds the broker.
+
+Owns the look of an instance at the broker: whether it answers, what server it is, who else lives. The count in
+a heartbeat is the pulse of the service's own loop, so a loop that is stuck stops beating though this thread
+goes on. Knows nothing of what the service does.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from shared.broker.backoff import Backoff
+from shared.broker.connection import Broker
+from shared.broker.control import Look, Observer, beat_and_look, look, retire
+from shared.broker.server import agree, check, info
+from shared.errors import BrokerDown, BrokerError, ConfigError, MillraceError, WireError
+from shared.keys import BEAT_S, LEASE_S, Role
+from shared.messages import Heartbeat, decode, encode
+from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, Metrics
+
+log = logging.getLogger(__name__)
+
+_NOBODY: Final[Mapping[str, Heartbeat]] = MappingProxyType({})
+
+
+class Heart:
+    """Beats for one instance. Every method and property may be used from any thread.
+
+    Until `announce` the instance is not registered: the heart only minds the broker.
+
+    Args:
+        broker: of this instance.
+        role: of this instance.
+        incarnation: of this instance.
+        describe: makes the next heartbeat; called on the heart's thread.
+        metrics: of the process.
+        watch: roles to look at besides the own one.
+        leases: role -> seconds without a change after which an instance is dead.
+        interval_s: time between beats.
+        on_up: called when the broker answers again after it did not; the first time is not a reconnect.
+        on_fatal: called when the server, or what the installation agreed on, will never do; the heart has stopped.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        role: Role,
+        incarnation: str,
+        describe: Callable[[], Heartbeat],
+        metrics: Metrics,
+        *,
+        watch: Iterable[Role] = (),
+        leases: Mapping[Role, float] = LEASE_S,
+        interval_s: float = BEAT_S,
+        on_up: Callable[[], None] = lambda: None,
+        on_fatal: Callable[[MillraceError], None] = lambda _: None,
+    ) -> None:
+        self.role: Role = role
+        self.incarnation = incarnation
+        self._broker = broker
+        self._describe = describe
+        self._roles: tuple[Role, ...] = tuple(dict.fromkeys((role, *watch)))
+        self._observer = Observer(incarnation, leases=leases, interval_s=interval_s)
+        self._interval_s = interval_s
+        self._on_up = on_up
+        self._on_fatal = on_fatal
+        self._backoff = Backoff()
+        self._wake = threading.Event()
+        self._first_up = threading.Event()
+        self._stopping = False
+        self._announced = False
+        self._up = False
+        self._trouble = ""
+        self._last_beat: bytes | None = None
+        self._last_beat_s = 0.0
+        self._living: dict[Role, Mapping[str, Heartbeat]] = {}
+        self._dead: dict[Role, dict[str, bytes]] = {}
+        self._up_gauge = metrics.gauge(BROKER_UP)
+        self._reconnects = metrics.counter(BROKER_RECONNECTS)
+        self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+
+    @property
+    def up(self) -> bool:
+        """Whether the broker answered last time."""
+        return self._up
+
+    def wait_up(self, timeout_s: float) -> bool:
+        """Wait until the broker has answered for the first time."""
+        return self._first_up.wait(timeout_s)
+
+    def living(self, role: Role) -> Mapping[str, Heartbeat]:
+        """Give incarnation -> heartbeat of the living of a watched role, as of the last look; not to be changed."""
+        return self._living.get(role, _NOBODY)
+
+    def dead(self, role: Role) -> Mapping[str, bytes]:
+        """Give the dead of a watched role with the encoded heartbeat they died at, as `control.retire` wants it."""
+        return self._dead.get(role, {})
+
+    @property
+    def since_beat_s(self) -> float:
+        """Seconds since the broker last took a heartbeat; infinite before the first."""
+        return time.monotonic() - self._last_beat_s if self._last_beat_s else float("inf")
+
+    def start(self) -> None:
+        """Begin to mind the broker."""
+        self._thread.start()
+
+    def announce(self) -> None:
+        """Register: from here on the instance beats, and its looks at others count."""
+        self._announced = True
+        self._wake.set()
+
+    def hurry(self) -> None:
+        """Beat now: something changed that others must know."""
+        self._wake.set()
+
+    def stop(self, *, leave: bool) -> None:
+        """Beat no more; with `leave` also sign off, so that nobody waits for the lease to end.
+
+        Signing off is left out when the broker is away, or still holds work of this instance.
+        """
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if leave and self._up and self._last_beat is not None:
+            try:
+                self._broker.run(retire(self._broker.keys, self.role, self.incarnation, self._last_beat))
+            except BrokerError as e:
+                log.info("not signed off: %s", e)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                self._wake.wait(self._beat_once())
+        except ConfigError as e:
+            self._on_fatal(e)
+        except Exception:
+            log.exception("the heart failed")
+            self._on_fatal(MillraceError("the heart failed"))
+
+    def _beat_once(self) -> float:
+        """Beat, or only look; give the pause until the next time."""
+        began = time.monotonic()
+        try:
+            if not self._up:
+                self._meet()
+            seen = self._look()
+            self._note(seen)
+        except (BrokerError, WireError) as e:
+            self._went_down(e)
+            return self._backoff.next_s()
+        self._round_trip.observe(time.monotonic() - began)
+        self._came_up()
+        return max(0.0, self._interval_s - (time.monotonic() - began))
+
+    def _meet(self) -> None:
+        """Look at the server and at what the installation agreed on; it may be another one after every loss."""
+        broker = self._broker
+        server, agreement = broker.run_many([info(), agree(broker.keys)])
+        for warning in check(server, agreement):
+            log.warning("%s", warning)
+
+    def _look(self) -> Look:
+        keys = self._broker.keys
+        if not self._announced:
+            looks = self._broker.run_many([look(keys, role) for role in self._roles])
+            return dict(zip(self._roles, looks, strict=True))
+        heartbeat = self._describe()
+        seen = self._broker.run(beat_and_look(keys, self.role, self.incarnation, heartbeat, self._roles))
+        self._last_beat = encode(heartbeat)
+        self._last_beat_s = time.monotonic()
+        return seen
+
+    def _note(self, seen: Look) -> None:
+        if not self._announced or self._last_beat is None:
+            # Leases are not judged before the own beat is written; who is registered is known all the same.
+            self._living = {role: {i: decode(Heartbeat, b) for i, b in found.items()} for role, found in seen.items()}
+            return
+        self._observer.note(seen)
+        self._living = {role: self._observer.living(role) for role in self._roles}
+        self._dead = {role: self._observer.dead(role) for role in self._roles}
+
+    def _came_up(self) -> None:
+        self._backoff.reset()
+        if self._up:
+            return
+        self._up = True
+        self._up_gauge.set(1)
+        self._trouble = ""
+        if self._first_up.is_set():
+            log.info("the broker is back at %s", self._broker.url)
+            self._reconnects.inc()
+            self._on_up()
+        else:
+            log.info("the broker answers at %s", self._broker.url)
+            self._first_up.set()
+
+    def _went_down(self, error: MillraceError) -> None:
+        self._observer.lost()
+        self._up = False
+        self._up_gauge.set(0)
+        if str(error) != self._trouble:
+            self._trouble = str(error)
+            level = logging.WARNING if isinstance(error, BrokerDown) else logging.ERROR
+            log.log(level, "no use of the broker at %s: %s; trying again", self._broker.url, error)
