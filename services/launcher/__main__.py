@@ -9,7 +9,7 @@ from typing import Final
 from services.launcher import dead
 from services.launcher.defaults import Plan, model_variables, plan
 from services.launcher.redis_server import own_redis
-from services.launcher.run_files import RunFiles
+from services.launcher.run_files import RunFiles, read_ports
 from services.launcher.settings import LauncherSettings, parse
 from services.launcher.supervisor import Supervisor, say
 from shared.errors import BrokerError, ConfigError
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(variables)
     try:
         settings = load(LauncherSettings)
-        return dead.run(settings, args) if args.command == "dead" else serve(settings)
+        return dead.run(running_broker(settings), args) if args.command == "dead" else serve(settings)
     except ConfigError as e:
         say(str(e))
         return EXIT_BAD_SETTING
@@ -44,7 +44,7 @@ def serve(settings: LauncherSettings) -> int:
     try:
         redis = [] if settings.model_fields_set & GIVEN_BROKER else [own_redis(settings.run_dir)]
         for spec in redis:
-            os.environ["MILLRACE_REDIS_URL"] = f"redis://127.0.0.1:{spec.port}/0"
+            os.environ["MILLRACE_REDIS_URL"] = redis_url(spec.port)
         launch = plan(settings, os.environ)
         supervisor = Supervisor(
             [*redis, *launch.specs],
@@ -56,6 +56,19 @@ def serve(settings: LauncherSettings) -> int:
         return supervisor.run()
     finally:
         files.close()
+
+
+def running_broker(settings: LauncherSettings) -> LauncherSettings:
+    """Give settings that reach the Redis of a launcher that runs in the same folder, unless a broker is given."""
+    port = read_ports(settings.run_dir).get("redis")
+    if port is None or settings.model_fields_set & GIVEN_BROKER:
+        return settings
+    return load(LauncherSettings, {"redis_url": redis_url(port)})
+
+
+def redis_url(port: int) -> str:
+    """Give the URL of the launcher's own Redis."""
+    return f"redis://127.0.0.1:{port}/0"
 
 
 def announce(launch: Plan) -> None:

@@ -51,3 +51,12 @@ class RunFiles:
         draft = self.folder / f".{name}.new"
         draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         draft.replace(self.folder / name)
+
+
+def read_ports(folder: Path) -> dict[str, int]:
+    """Read where the instances of a running launcher are; empty when none runs there."""
+    try:
+        ports: dict[str, int] = json.loads((folder / "ports.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return ports
