@@ -15,7 +15,7 @@ from typing import Final
 from shared.broker.backoff import Backoff
 from shared.broker.connection import Broker
 from shared.broker.control import Look, Observer, beat_and_look, look, retire
-from shared.broker.server import agree, check, info
+from shared.broker.server import Agreement, agree, check, check_agreement, info
 from shared.errors import BrokerDown, BrokerError, ConfigError, MillraceError, WireError
 from shared.keys import BEAT_S, LEASE_S, Role
 from shared.messages import Heartbeat, decode, encode
@@ -74,6 +74,7 @@ class Heart:
         self._announced = False
         self._up = False
         self._trouble = ""
+        self._agreement: Agreement | None = None
         self._last_beat: bytes | None = None
         self._last_beat_s = 0.0
         self._living: dict[Role, Mapping[str, Heartbeat]] = {}
@@ -91,6 +92,12 @@ class Heart:
     def wait_up(self, timeout_s: float) -> bool:
         """Wait until the broker has answered for the first time."""
         return self._first_up.wait(timeout_s)
+
+    @property
+    def agreement(self) -> Agreement:
+        """What the installation agreed on; only after the broker answered for the first time."""
+        assert self._agreement is not None, "asked before the broker was there"
+        return self._agreement
 
     def living(self, role: Role) -> Mapping[str, Heartbeat]:
         """Give incarnation -> heartbeat of the living of a watched role, as of the last look; not to be changed."""
@@ -163,8 +170,10 @@ class Heart:
         """Look at the server and at what the installation agreed on; it may be another one after every loss."""
         broker = self._broker
         server, agreement = broker.run_many([info(), agree(broker.keys)])
-        for warning in check(server, agreement):
+        for warning in check(server):
             log.warning("%s", warning)
+        check_agreement(broker.keys, agreement)
+        self._agreement = agreement
 
     def _look(self) -> Look:
         keys = self._broker.keys
