@@ -217,5 +217,5 @@ def decode(kind: type[M], data: bytes) -> M:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise WireError(f"not a {kind.__name__}: {e}") from e
