@@ -81,7 +81,7 @@ class GenerateEntry(NamedTuple):
 
 
 class TokensEntry(NamedTuple):
-    """An entry of a tokens stream; `payload` is a StepChunk."""
+    """An entry of a tokens stream; `payload` is a StepChunk, and empty in an entry that is none of ours."""
 
     shard: int
     entry_id: bytes
@@ -252,7 +252,7 @@ def read_tokens(
 
     def parse(answer: Any) -> list[TokensEntry]:
         return [
-            TokensEntry(shards[key], entry_id, _field(fields, b"m"))
+            TokensEntry(shards[key], entry_id, dict(pairs(fields)).get(b"m", b""))
             for key, entries in answer or ()
             for entry_id, fields in entries
         ]
