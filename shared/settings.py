@@ -18,7 +18,15 @@ from shared.keys import LEASE_S, Role
 
 ENV_PREFIX: Final = "MILLRACE_"
 DEFAULT_MODEL_NAME: Final = "smollm2-135m-instruct"
-_URL_SCHEMES: Final = ("redis://", "rediss://", "unix://", "sentinel://", "sentinels://", "redis+sentinel://")
+_URL_SCHEMES: Final = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    "sentinel://",
+    "sentinels://",
+    "redis+sentinel://",
+    "rediss+sentinel://",
+)
 
 
 def _split(value: Any) -> Any:
@@ -41,6 +49,8 @@ class RedisSettings(BaseSettings):
         redis_password: as it is, not URL-encoded.
         redis_password_file: a file that holds the password (a mounted secret); its last line break is dropped.
         redis_ca_file: certificate authority for rediss://, instead of the system's.
+        redis_sentinel_username: for the sentinels themselves, which often want none.
+        redis_sentinel_password: likewise.
     """
 
     model_config = SettingsConfigDict(
@@ -58,6 +68,8 @@ class RedisSettings(BaseSettings):
     redis_password: SecretStr | None = None
     redis_password_file: Path | None = None
     redis_ca_file: Path | None = None
+    redis_sentinel_username: str | None = None
+    redis_sentinel_password: SecretStr | None = None
 
     @field_validator("redis_url")
     @classmethod

@@ -5,7 +5,7 @@ the api. Every call may be sent twice: a lost answer is cured by asking again.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeAlias, TypeVar
@@ -13,6 +13,9 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 T = TypeVar("T")
 
 Argument: TypeAlias = str | bytes | int
+
+MAX_BLOCK_MS: Final = 1_000
+"""No read waits longer, so that a dead connection and a stop signal are seen in time."""
 
 _LUA: Final = Path(__file__).parent / "lua"
 
@@ -52,14 +55,34 @@ class Call(Generic[T]):
 
 
 def call_script(
-    script: Script, keys: Sequence[str], arguments: Sequence[Argument], parse: Callable[[Any], T]
+    script: Script,
+    keys: Sequence[str],
+    arguments: Sequence[Argument],
+    parse: Callable[[Any], T],
+    *,
+    group: tuple[str, str] | None = None,
 ) -> Call[T]:
     """Make the call that runs a script on some keys."""
-    return Call(("EVALSHA", script.sha, len(keys), *keys, *arguments), parse, script=script)
+    return Call(("EVALSHA", script.sha, len(keys), *keys, *arguments), parse, script=script, group=group)
+
+
+def blocking(block_ms: int) -> tuple[Argument, ...]:
+    """Give the words that make a read wait; none for 0, which to the server would mean for ever."""
+    return ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
+
+
+def xread(positions: Mapping[str, bytes], count: int, block_ms: int) -> tuple[Argument, ...]:
+    """Give the command that reads streams without a group, each from the id after its position."""
+    return ("XREAD", "COUNT", count, *blocking(block_ms), "STREAMS", *positions, *positions.values())
 
 
 def nothing(_: Any) -> None:
     """Parse an answer that says no more than that the command ran."""
+
+
+def word(answer: bytes) -> Any:
+    """Parse an answer that is one of a few words."""
+    return answer.decode()
 
 
 def pairs(flat: Sequence[T]) -> list[tuple[T, T]]:

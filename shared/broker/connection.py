@@ -1,31 +1,43 @@
-"""The connection to the broker: one round trip per list of calls, every failure told as BrokerDown.
+"""The connections to the broker: one round trip per list of calls, every failure told as BrokerDown.
 
-Owns sockets, pools, TLS and the loading of scripts. Never repeats a call by itself, except where the server has
-said that it did not run: a forgotten script or a missing consumer group. After BrokerDown the caller backs off,
-comes back, and follows its own rule for a broker it has lost sight of.
+Owns sockets, TLS, sentinels and who shares a connection with whom. Nothing is sent twice behind the caller's
+back, and a dead connection is never replaced silently: its user is told BrokerDown, backs off (`Backoff`), comes
+back, and follows its own rule for a broker it has lost sight of.
 """
 
+import asyncio
+import logging
+import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
+from weakref import WeakSet
 
+from redis.exceptions import ResponseError
+
+from shared.broker import server
 from shared.broker.call import Call
+from shared.broker.conversation import LOST, Commands, converse, translate
+from shared.broker.dial import async_dialer, dialer
+from shared.errors import BrokerDown
 from shared.keys import Keys
 from shared.settings import RedisSettings
 
 T = TypeVar("T")
 
+SHARED_CONNECTIONS: Final = 16
+"""Connections that the ordinary calls of an event loop share."""
+
+_log = logging.getLogger(__name__)
+
 
 class Broker:
-    """The broker as threads see it. Any number of threads may share one; each blocking read has a connection.
+    """The broker as threads see it: each thread that calls has a connection of its own.
 
     Attributes:
         keys: names of this installation's keys.
         url: where it is, without secrets, for logs.
     """
-
-    keys: Keys
-    url: str
 
     def __init__(self, settings: RedisSettings, *, name: str = "millrace") -> None:
         """Prepare; nothing is connected yet.
@@ -35,8 +47,14 @@ class Broker:
             name: of the connections, in CLIENT LIST.
 
         Raises:
-            ConfigError: the URL cannot be understood, or the CA file is missing.
+            ConfigError: the URL cannot be understood, or the password file not read.
         """
+        self._dialer = dialer(settings, name)
+        self.keys = Keys(settings.redis_prefix)
+        self.url = str(self._dialer.target)
+        self._mine = threading.local()
+        self._all: WeakSet[Any] = WeakSet()
+        self._lock = threading.Lock()
 
     def run(self, call: Call[T]) -> T:
         """Make one call.
@@ -44,13 +62,46 @@ class Broker:
         Raises:
             BrokerDown: it may or may not have happened. BrokerFull: the server is out of memory.
             BrokerError: the server refused it for good.
+            WireError: the answer holds bytes that are no message of ours.
         """
+        answer: T = self.run_many((call,))[0]
+        return answer
 
     def run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Make several calls in one round trip, in order, not atomically. Answers in order; errors as `run`."""
+        """Make several calls in one round trip, in order, not atomically. Answers in order; errors as `run`.
+
+        After an error it is not known which of them have happened.
+        """
+        if not calls:
+            return []
+        conversation = converse(calls)
+        commands = next(conversation)
+        try:
+            while True:
+                commands = conversation.send(self._exchange(commands))
+        except StopIteration as done:
+            answers: list[Any] = done.value
+            return answers
+        except BrokerDown:
+            self._connection().disconnect()  # a demoted or loading server: ask again where the master is
+            raise
+
+    def prepare(self) -> server.Agreement:
+        """Check the server and agree with the rest of the installation: at start, and when the broker is back.
+
+        Raises:
+            ConfigError: the server is too old or a cluster, or the installation speaks another wire version.
+            BrokerDown, BrokerError: as `run`.
+        """
+        return _judge(self.keys, *self.run_many(_questions(self.keys)))
 
     def close(self) -> None:
-        """Close all connections. The broker can be used again; it then connects anew."""
+        """Close the connections of all threads. A later call connects anew."""
+        with self._lock:
+            for connection in self._all:
+                connection.disconnect()
+        for sentinel in self._dialer.sentinels:
+            sentinel.close()
 
     def __enter__(self) -> Self:
         """Give the broker; it is closed at the end of the block."""
@@ -60,24 +111,118 @@ class Broker:
         """Close."""
         self.close()
 
+    def _exchange(self, commands: Commands) -> list[Any]:
+        connection = self._connection()
+        try:
+            connection.connect()
+            connection.send_packed_command(connection.pack_commands(commands))
+            return [self._answer(connection) for _ in commands]
+        except BaseException as e:
+            connection.disconnect()  # unread answers must never be taken for those of the next call
+            if isinstance(e, LOST):
+                raise translate(e) from e
+            raise
+
+    def _connection(self) -> Any:
+        try:
+            return self._mine.connection
+        except AttributeError:
+            connection = self._mine.connection = self._dialer.dial()
+            with self._lock:
+                self._all.add(connection)
+            return connection
+
+    @staticmethod
+    def _answer(connection: Any) -> Any:
+        try:
+            return connection.read_response()
+        except ResponseError as e:
+            return e
+
 
 class AsyncBroker:
     """The broker as tasks of one event loop see it; the same as `Broker` otherwise.
 
-    Ordinary calls share a few connections; each blocking read has one of its own.
+    Ordinary calls share a few connections and wait for each other; a blocking read never makes others wait.
     """
-
-    keys: Keys
-    url: str
 
     def __init__(self, settings: RedisSettings, *, name: str = "millrace") -> None:
         """Prepare; nothing is connected yet. Raises as `Broker`."""
+        self._dialer = async_dialer(settings, name)
+        self.keys = Keys(settings.redis_prefix)
+        self.url = str(self._dialer.target)
+        self._idle: list[Any] = []
+        self._room = asyncio.Semaphore(SHARED_CONNECTIONS)
 
     async def run(self, call: Call[T]) -> T:
         """Make one call. Raises as `Broker.run`."""
+        answer: T = (await self.run_many((call,)))[0]
+        return answer
 
     async def run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Make several calls in one round trip, in order, not atomically."""
+        """Make several calls in one round trip, in order, not atomically. Answers and errors as `Broker.run_many`."""
+        if not calls:
+            return []
+        if any(call.blocks for call in calls):
+            return await self._run_many(calls)
+        async with self._room:
+            return await self._run_many(calls)
+
+    async def prepare(self) -> server.Agreement:
+        """Check the server and agree with the rest of the installation. Raises as `Broker.prepare`."""
+        return _judge(self.keys, *await self.run_many(_questions(self.keys)))
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close the connections that no call is using; a call that is cancelled closes its own."""
+        await self._drop()
+        for sentinel in self._dialer.sentinels:
+            await sentinel.aclose()
+
+    async def _run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        conversation = converse(calls)
+        commands = next(conversation)
+        try:
+            while True:
+                commands = conversation.send(await self._exchange(commands))
+        except StopIteration as done:
+            answers: list[Any] = done.value
+            return answers
+        except BrokerDown:
+            await self._drop()  # the others are as dead, or lead to the same server
+            raise
+
+    async def _drop(self) -> None:
+        while self._idle:
+            await self._idle.pop().disconnect()
+
+    async def _exchange(self, commands: Commands) -> list[Any]:
+        connection = self._idle.pop() if self._idle else self._dialer.dial()
+        try:
+            await connection.connect()
+            await connection.send_packed_command(connection.pack_commands(commands))
+            answers = [await self._answer(connection) for _ in commands]
+        except BaseException as e:  # a cancelled call too leaves unread answers behind
+            await connection.disconnect(nowait=True)
+            if isinstance(e, LOST):
+                raise translate(e) from e
+            raise
+        self._idle.append(connection)
+        return answers
+
+    @staticmethod
+    async def _answer(connection: Any) -> Any:
+        try:
+            return await connection.read_response()
+        except ResponseError as e:
+            return e
+
+
+def _questions(keys: Keys) -> list[Call[Any]]:
+    return [server.info(), server.agree(keys)]
+
+
+def _judge(keys: Keys, info: server.ServerInfo, agreement: server.Agreement) -> server.Agreement:
+    for warning in server.check(info):
+        _log.warning("%s", warning)
+    server.check_agreement(keys, agreement)
+    return agreement

@@ -7,7 +7,8 @@ observer's own, connected time.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from shared.broker.call import Call, call_script, load_script, pairs
 from shared.errors import WireError
@@ -55,6 +56,13 @@ def aborted(keys: Keys, uids: Sequence[str]) -> Call[list[str]]:
     return call_script(_ABORTED, [keys.abort(u) for u in uids], [], lambda places: [uids[i] for i in places])
 
 
+class _Lease(NamedTuple):
+    """The heartbeat of one instance, and for how much of the observer's connected time it has stood still."""
+
+    beat: bytes
+    still_s: float
+
+
 class Observer:
     """Judges leases by its own looks. One per service, fed by the thread or task that beats.
 
@@ -78,21 +86,63 @@ class Observer:
             interval_s: time between looks; the caller's promise.
             clock: monotonic seconds.
         """
+        self._me = me
+        self._leases = leases
+        self._longest_step_s = 2 * interval_s
+        self._clock = clock
+        self._last_look_s: float | None = None
+        self._roles: dict[Role, dict[str, _Lease]] = {}
 
     def note(self, seen: Look) -> None:
         """Take in a look that the broker has answered."""
+        now_s = self._clock()
+        step_s = 0.0 if self._last_look_s is None else min(now_s - self._last_look_s, self._longest_step_s)
+        self._last_look_s = now_s
+        for role, beats in seen.items():
+            before = self._roles.get(role, {})
+            leases = self._roles[role] = {}
+            for incarnation, beat in beats.items():
+                lease = before.get(incarnation)
+                if lease is not None and lease.beat == beat:
+                    leases[incarnation] = lease._replace(still_s=lease.still_s + step_s)
+                else:
+                    leases[incarnation] = _Lease(beat, 0.0)
 
     def lost(self) -> None:
         """Start all leases anew: the connection was lost, so nothing was seen for an unknown time."""
+        self._last_look_s = None
+        for leases in self._roles.values():
+            for incarnation, lease in leases.items():
+                leases[incarnation] = lease._replace(still_s=0.0)
 
     def living(self, role: Role) -> dict[str, Heartbeat]:
-        """Give everyone of a role who is registered and not dead, the caller included."""
+        """Give everyone of a role who is registered and not dead, the caller included.
+
+        One whose heartbeat is of a later release, and cannot be read, is left out.
+        """
+        found: dict[str, Heartbeat] = {}
+        for incarnation, lease in self._roles.get(role, {}).items():
+            if not self._is_over(role, incarnation, lease):
+                with suppress(WireError):
+                    found[incarnation] = decode(Heartbeat, lease.beat)
+        return found
 
     def dead(self, role: Role) -> dict[str, bytes]:
         """Give the dead of a role with the heartbeat they died at, as `retire` wants it."""
+        leases = self._roles.get(role, {})
+        return {name: lease.beat for name, lease in leases.items() if self._is_over(role, name, lease)}
 
     def is_dead(self, role: Role, incarnation: str) -> bool:
         """Whether its heartbeat has stood still for a lease. One that is not registered is not dead, but unknown."""
+        lease = self._roles.get(role, {}).get(incarnation)
+        return lease is not None and self._is_over(role, incarnation, lease)
+
+    def is_registered(self, role: Role, incarnation: str) -> bool:
+        """Whether the last look saw it in the registry, dead or alive."""
+        return incarnation in self._roles.get(role, {})
+
+    def _is_over(self, role: Role, incarnation: str, lease: _Lease) -> bool:
+        return incarnation != self._me and lease.still_s >= self._leases[role]
 
 
 def _by_name(flat: Any) -> dict[str, bytes]:

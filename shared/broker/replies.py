@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from shared.broker.call import Argument, Call, call_script, load_script, pairs
+from shared.broker.call import MAX_BLOCK_MS, Argument, Call, call_script, load_script, pairs, word, xread
 from shared.broker.log_id import NO_LOG, LogId
-from shared.broker.streams import FIRST, MAX_BLOCK_MS, Why
+from shared.broker.streams import FIRST, Why
 from shared.errors import WireError
 from shared.keys import (
     ABORT_TTL_MS,
@@ -80,7 +80,7 @@ def fence(
         solo: whether no other request would share its first launch; a suspect is fenced only then.
         limit: launches without a new token before it is POISON.
     """
-    arguments = [entry_id, nonce, why, encode(header), REPLY_TTL_MS, limit, int(solo)]
+    arguments: list[Argument] = [entry_id, nonce, why, encode(header), REPLY_TTL_MS, limit, int(solo)]
     return call_script(_FENCE, [keys.reply(uid), keys.generate(engine)], arguments, _parse_fenced)
 
 
@@ -150,9 +150,9 @@ def end(keys: Keys, uid: str, delta: Delta, *, attempt: int | None = None) -> Ca
         delta: with `finish` or `error` set and no tokens; its `first` is not looked at.
         attempt: end it only while this attempt is the current one (an engine's own); None ends it in any case.
     """
-    word = "" if attempt is None else str(attempt)
-    arguments = [word, encode(delta), uid, ABORT_TTL_MS, keys.inbox(""), INBOX_CAP, INBOX_TTL_MS]
-    return call_script(_END, [keys.reply(uid), keys.abort(uid)], arguments, _parse_word)
+    current: Argument = "" if attempt is None else attempt
+    arguments: list[Argument] = [current, encode(delta), uid, ABORT_TTL_MS, keys.inbox(""), INBOX_CAP, INBOX_TTL_MS]
+    return call_script(_END, [keys.reply(uid), keys.abort(uid)], arguments, word)
 
 
 def audit(keys: Keys, uids: Sequence[str]) -> Call[list[LogId]]:
@@ -284,9 +284,15 @@ def read_inbox(
         count: flushes at most.
         block_ms: wait this long for the first; 0 does not wait.
     """
-    block: tuple[Argument, ...] = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
-    command = ("XREAD", "COUNT", count, *block, "STREAMS", keys.inbox(replica), after)
+    command = xread({keys.inbox(replica): after}, count, block_ms)
     return Call(command, lambda answer: _parse_rings(answer, after), blocks=block_ms > 0)
+
+
+def trim_inbox(keys: Keys, replica: str, position: bytes) -> Call[int]:
+    """Drop what a replica has read of its inbox, so that a look from FIRST finds only what it has not."""
+    milliseconds, _, number = position.partition(b"-")
+    after = b"%s-%d" % (milliseconds, int(number) + 1)
+    return Call(("XTRIM", keys.inbox(replica), "MINID", after), int)
 
 
 # --- answers -----------------------------------------------------------------------------------------------
@@ -294,10 +300,6 @@ def read_inbox(
 
 def _as_is(answer: Any) -> Any:
     return answer
-
-
-def _parse_word(answer: bytes) -> Any:
-    return answer.decode()
 
 
 def _parse_fenced(answer: Any) -> Fenced:
@@ -315,9 +317,7 @@ def _log_entry(log_id: LogId, fields: dict[bytes, bytes]) -> LogEntry:
             case b"t":
                 return TokensEntry(log_id, decode(Delta, fields[b"t"]))
             case b"f":
-                return FenceEntry(
-                    log_id, decode(FenceHeader, fields[b"h"]), int(fields[b"n"]), fields[b"e"].decode()
-                )
+                return FenceEntry(log_id, decode(FenceHeader, fields[b"h"]), int(fields[b"n"]), fields[b"e"].decode())
             case b"e":
                 return EndEntry(log_id, decode(Delta, fields[b"t"]))
             case b"o":
@@ -333,7 +333,8 @@ def _log_entry(log_id: LogId, fields: dict[bytes, bytes]) -> LogEntry:
 def _parse_rings(answer: Any, after: bytes) -> Rings:
     rings: list[Ring] = []
     for _, entries in answer or ():
-        for after, fields in entries:  # noqa: B020, PLR1704  # the last id read is the next position
+        for entry_id, fields in entries:
+            after = entry_id
             for uid, value in pairs(fields):
                 prev, log_id, blob = value.split(b" ", 2)
                 rings.append(Ring(uid.decode(), LogId(prev), LogId(log_id), blob))

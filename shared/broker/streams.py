@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from shared.broker.call import Argument, Call, call_script, load_script, nothing, pairs
+from shared.broker.call import MAX_BLOCK_MS as MAX_BLOCK_MS
+from shared.broker.call import Argument, Call, blocking, call_script, load_script, nothing, pairs, word, xread
 from shared.broker.log_id import NO_LOG, LogId
 from shared.errors import WireError
 from shared.keys import DEAD_CAP, ENDED_TTL_MS, GENERATE_TTL_MS, REPLY_TTL_MS, TOKENIZER_GROUP, Keys
@@ -21,8 +22,6 @@ Taken = Literal["OK", "NOENGINE", "NONE", "DROPPED"]
 
 FIRST: Final = b"0-0"
 """Position before the first entry of any stream."""
-MAX_BLOCK_MS: Final = 1_000
-"""No read blocks longer, so that a dead connection and a stop signal are seen in time."""
 
 _OPEN, _MOVE, _TAKE = load_script("open"), load_script("move"), load_script("take")
 _CLAIM, _DISCARD, _FORGET = load_script("claim"), load_script("discard"), load_script("forget")
@@ -149,15 +148,14 @@ def claim_one(keys: Keys, model: str, dead: str, consumer: str) -> Call[QueueEnt
     Claim one, process it alone, then claim the next: whatever killed its reader shows in `deliveries`.
     """
     stream = keys.tokenize(model)
-    call = call_script(_CLAIM, [stream], [TOKENIZER_GROUP, dead, consumer], _parse_claimed)
-    return Call(call.command, call.parse, call.script, group=(stream, TOKENIZER_GROUP))
+    group = (stream, TOKENIZER_GROUP)
+    return call_script(_CLAIM, [stream], [TOKENIZER_GROUP, dead, consumer], _parse_claimed, group=group)
 
 
 def forget_consumer(keys: Keys, model: str, dead: str) -> Call[bool]:
     """Remove a dead consumer from the group; False, and nothing done, while it has entries pending."""
     stream = keys.tokenize(model)
-    call = call_script(_FORGET, [stream], [TOKENIZER_GROUP, dead], bool)
-    return Call(call.command, call.parse, call.script, group=(stream, TOKENIZER_GROUP))
+    return call_script(_FORGET, [stream], [TOKENIZER_GROUP, dead], bool, group=(stream, TOKENIZER_GROUP))
 
 
 def move(keys: Keys, model: str, entry_id: bytes, engine: str, requests: Sequence[GenerateRequest]) -> Call[Moved]:
@@ -171,7 +169,7 @@ def move(keys: Keys, model: str, entry_id: bytes, engine: str, requests: Sequenc
     for request in requests:
         names.append(keys.reply(request.uid))
         arguments += [request.uid, encode(request)]
-    return call_script(_MOVE, names, arguments, _parse_word)
+    return call_script(_MOVE, names, arguments, word)
 
 
 def discard(keys: Keys, model: str, entry_id: bytes) -> Call[bool]:
@@ -187,7 +185,7 @@ def read_generate(
 ) -> Call[list[GenerateEntry]]:
     """Read an engine's stream from a position on; the entries stay. Also used to look into a dead engine's."""
     return Call(
-        _xread({keys.generate(engine): after}, count, block_ms),
+        xread({keys.generate(engine): after}, count, block_ms),
         lambda answer: [
             _generate_entry(entry_id, fields) for _, entries in answer or () for entry_id, fields in entries
         ],
@@ -220,7 +218,7 @@ def take(keys: Keys, source: str, entry_id: bytes, uid: str, target: str, why: W
     gone, so the entry was deleted; NOENGINE: the target is not registered.
     """
     names = [keys.generate(source), keys.generate(target), keys.alive("scheduler"), keys.reply(uid)]
-    return call_script(_TAKE, names, [entry_id, target, why, GENERATE_TTL_MS], _parse_word)
+    return call_script(_TAKE, names, [entry_id, target, why, GENERATE_TTL_MS], word)
 
 
 def publish_tokens(keys: Keys, model: str, shard: int, chunk: StepChunk) -> Call[bytes]:
@@ -258,7 +256,7 @@ def read_tokens(
         ]
 
     streams = {keys.tokens(model, shard): position for shard, position in positions.items()}
-    return Call(_xread(streams, count, block_ms), parse, blocks=block_ms > 0)
+    return Call(xread(streams, count, block_ms), parse, blocks=block_ms > 0)
 
 
 def drop_tokens(keys: Keys, model: str, shard: int, entry_ids: Sequence[bytes]) -> Call[int]:
@@ -304,14 +302,9 @@ def _read_group(
     keys: Keys, model: str, consumer: str, after: str | bytes, count: int, block_ms: int
 ) -> Call[list[QueueEntry]]:
     stream = keys.tokenize(model)
-    block: tuple[Argument, ...] = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
-    command = ("XREADGROUP", "GROUP", TOKENIZER_GROUP, consumer, "COUNT", count, *block, "STREAMS", stream, after)
+    how = ("COUNT", count, *blocking(block_ms))
+    command = ("XREADGROUP", "GROUP", TOKENIZER_GROUP, consumer, *how, "STREAMS", stream, after)
     return Call(command, _parse_queue, group=(stream, TOKENIZER_GROUP), blocks=block_ms > 0)
-
-
-def _xread(positions: Mapping[str, bytes], count: int, block_ms: int) -> tuple[Argument, ...]:
-    block: tuple[Argument, ...] = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
-    return ("XREAD", "COUNT", count, *block, "STREAMS", *positions, *positions.values())
 
 
 def _field(fields: Sequence[bytes], name: bytes) -> bytes:
@@ -359,7 +352,3 @@ def _parse_opened(answer: Any) -> Opened:
 def _parse_consumers(answer: Any) -> dict[str, int]:
     found = [dict(pairs(flat)) for flat in answer]
     return {consumer[b"name"].decode(): consumer[b"pending"] for consumer in found}
-
-
-def _parse_word(answer: bytes) -> Any:
-    return answer.decode()

@@ -3,14 +3,16 @@
 -- KEYS inbox.. log.. ; ARGV inboxes cap inbox_ttl abort_ttl, then per item:
 --   prev id blob uid inbox# and, for a terminal, ttl generate entry abort (else four empty words)
 local inboxes, out, rings, o = tonumber(ARGV[1]), {}, {}, 4
+-- First a write that a full memory allows, which lets the rest pass: what is said here frees more than it takes.
+call('PEXPIRE', KEYS[1], ARGV[3])
 for i = 1, (#ARGV - 4) / 9 do
   local log, prev, id, blob = KEYS[inboxes + i], ARGV[o + 1], ARGV[o + 2], ARGV[o + 3]
   local entry = call('XREVRANGE', log, '+', '-', 'COUNT', 1)[1]
   local now = entry and entry[1] or ''
   if now == prev and now ~= '' then
     if ARGV[o + 6] ~= '' then
-      call('PEXPIRE', log, ARGV[o + 6])       -- first: a write that a full memory allows lets the rest pass
       call('XADD', log, id, 'k', 'e', 't', blob)
+      call('PEXPIRE', log, ARGV[o + 6])
       call('XDEL', ARGV[o + 7], ARGV[o + 8])
       call('SET', ARGV[o + 9], '1', 'PX', ARGV[4])
     else
