@@ -1,34 +1,52 @@
 """The step loop: plans, launches and settles steps, and tells the link what they drew.
 
-Owns the order of things and nothing else: what runs is the scheduler's decision, how it is computed the
-engine's, and who hears of it the link's. It never waits for the broker.
+Owns the order of things and nothing else: what runs is the scheduler's decision, how it is computed the engine's,
+and who hears of it the link's. It never waits for the broker.
+
+With overlap, step n + 1 is planned and launched while step n runs, and n is settled while n + 1 runs:
+
+    host     plan 1  launch 1 | plan 2  launch 2  settle 1  publish 1 | plan 3  launch 3  settle 2  publish 2
+    device            [------- step 1 -------][------- step 2 -------][-------
+
+Without it every step is settled before the next one is planned.
 """
 
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass
 
-from services.scheduler.core.link import Link
-from services.scheduler.core.ports import Engine
+from services.scheduler.core.link import Link, StepOutput
+from services.scheduler.core.ports import Engine, Step
 from services.scheduler.core.scheduler import Scheduler
+
+IDLE_S = 0.5
+"""The loop beats at least this often while nothing runs."""
+
+RATE_WINDOW_S = 1.0
 
 
 @dataclass(slots=True)
 class LoopStats:
-    """Counters of the loop, read by metrics from another thread; all only grow, except `last_step_ms`.
+    """Counters of the loop, read by other threads; all but the last two only grow.
 
     Attributes:
         steps: settled steps.
-        python_s: time in plan, settle and publish, without waiting for the engine.
+        python_s: time in taking, planning, settling and publishing.
+        launch_s: time in the engine's `launch`.
         wait_s: time waiting for the engine.
-        forward_s: device time the engine reported.
-        last_step_ms: wall time between the last two settled steps.
+        forward_s: device time as the engine told it.
+        rows: rows of the newest step.
+        busy_since: monotonic time since when the loop has been in a call of the engine; 0.0 while it is in none.
     """
 
     steps: int = 0
     python_s: float = 0.0
+    launch_s: float = 0.0
     wait_s: float = 0.0
     forward_s: float = 0.0
-    last_step_ms: float = 0.0
+    rows: int = 0
+    busy_since: float = 0.0
 
 
 class StepLoop:
@@ -36,6 +54,21 @@ class StepLoop:
 
     def __init__(self, engine: Engine, link: Link, scheduler: Scheduler, *, overlap: bool = True) -> None:
         self.stats = LoopStats()
+        self._engine = engine
+        self._link = link
+        self._scheduler = scheduler
+        self._depth = 1 if overlap else 0
+        self._launched: deque[Step] = deque()
+        self._stopping = threading.Event()
+        self._draining = threading.Event()
+        self._drained = threading.Event()
+        self._rate = _Rate()
+        self._was_checked = True
+
+    @property
+    def drained(self) -> threading.Event:
+        """Set once the loop drains and nothing runs any more."""
+        return self._drained
 
     def run(self) -> None:
         """Step until `stop`; what is in flight is settled and published before it returns.
@@ -43,15 +76,100 @@ class StepLoop:
         Raises:
             EngineFault: the engine is lost.
         """
-        raise NotImplementedError
+        while not self._stopping.is_set():
+            self.turn()
+        while self._launched:
+            self._settle()
 
     def drain(self) -> None:
         """Give no slot to anyone new from here on; running requests go on until they end or are forgotten."""
+        self._draining.set()
 
     def stop(self) -> None:
         """Make `run` return after the steps in flight. Requests that still run are dropped without a word."""
+        self._stopping.set()
 
-    @property
-    def drained(self) -> threading.Event:
-        """Set while draining and nothing runs any more."""
-        raise NotImplementedError
+    def turn(self) -> None:
+        """Go round once: take what is new, launch a step if there is one to run, settle the oldest if it is due.
+
+        Raises:
+            EngineFault: the engine is lost.
+        """
+        began, waited = time.perf_counter(), self.stats.wait_s + self.stats.launch_s
+        self._take()
+        batch = None if self._link.paused else self._scheduler.plan()
+        if batch is not None:
+            self._was_checked = False
+            self.stats.rows = batch.num_rows
+            self.stats.busy_since = time.monotonic()
+            at = time.perf_counter()
+            self._launched.append(self._engine.launch(batch))
+            self.stats.launch_s += time.perf_counter() - at
+            self.stats.busy_since = 0.0
+        settled = len(self._launched) > (self._depth if batch is not None else 0)
+        if settled:
+            self._settle()
+        self._link.report(self._scheduler.load(self._rate.per_s()))
+        waited = self.stats.wait_s + self.stats.launch_s - waited
+        self.stats.python_s += time.perf_counter() - began - waited
+        if not settled and batch is None:
+            self._rest()
+
+    def _take(self) -> None:
+        """Take in what is new: endings first, as an arrival may replace what they end."""
+        scheduler, link = self._scheduler, self._link
+        scheduler.admits = not self._draining.is_set()
+        for uid, attempt in link.endings():
+            scheduler.forget(uid, attempt)
+        for arrival in link.arrivals():
+            scheduler.add(arrival)
+        self._tell(scheduler.take_endings(time.time_ns()))
+
+    def _settle(self) -> None:
+        """Wait for the oldest step and say what it drew."""
+        step = self._launched.popleft()
+        at = time.perf_counter()
+        self.stats.busy_since = time.monotonic()
+        result = self._engine.wait(step)
+        self.stats.busy_since = 0.0
+        self.stats.wait_s += time.perf_counter() - at
+        self.stats.forward_s += result.forward_ms / 1e3
+        self.stats.steps += 1
+        self._tell(self._scheduler.settle(step.batch, result, time.time_ns()))
+
+    def _tell(self, output: StepOutput | None) -> None:
+        if output is not None:
+            self._rate.add(len(output.tokens))
+            self._link.publish(output)
+        for failure in self._scheduler.take_failures():
+            self._link.fail(failure.uid, failure.attempt, failure.error)
+
+    def _rest(self) -> None:
+        """Nothing can run: check the books once, when it has been quiet for a while, and sleep until there is news."""
+        if self._draining.is_set() and not self._scheduler.slots.num_taken:
+            self._drained.set()
+        began = time.monotonic()
+        self._link.idle(IDLE_S)
+        if not self._was_checked and time.monotonic() - began >= IDLE_S:
+            self._scheduler.check()
+            self._was_checked = True
+
+
+class _Rate:
+    """Tokens per second over the last full window."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._count = 0
+        self._rate = 0.0
+
+    def add(self, num: int) -> None:
+        self._count += num
+
+    def per_s(self) -> float:
+        elapsed = time.monotonic() - self._began
+        if elapsed >= RATE_WINDOW_S:
+            self._rate = self._count / elapsed
+            self._began += elapsed
+            self._count = 0
+        return self._rate

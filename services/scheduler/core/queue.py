@@ -1,34 +1,54 @@
 """Order of requests that wait: by priority, then fairly between tenants, then by arrival.
 
-Owns nothing but the order; items are opaque. A tenant's turn is decided by what it was served, in units of
-`cost`: among the tenants that wait within the most urgent priority, the one that was served least is next. A tenant
-that comes back after a pause starts level with the least served of those waiting, so silence earns no credit.
+Owns nothing but the order; items are opaque. Fairness is start-time fair queueing: each tenant has an account of
+what it was served, in units of `cost`, and among the tenants waiting within the most urgent priority the smallest
+account is next. A tenant that had nothing waiting resumes no lower than the account served last, so silence
+earns no credit, and one that sends a flood delays only itself.
 """
 
 import heapq
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+MAX_IDLE_ACCOUNTS = 1024
+"""Accounts of tenants with nothing waiting that one priority remembers before it drops those that no longer matter."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry(Generic[T]):
-    uid: str
+    number: int
     item: T
     priority: int
     tenant: str
     cost: int
 
 
+@dataclass(slots=True)
 class _Level:
-    """Tenants that wait within one priority: tenant -> heap of (arrival, number of entry, uid)."""
+    """What waits within one priority.
 
-    __slots__ = ("heaps",)
+    Attributes:
+        heaps: tenant -> heap of (arrival, number of entry, uid); the head of each is an entry that still waits.
+        accounts: tenant -> what it was served.
+        clock: account of the tenant served last, before its charge.
+    """
 
-    def __init__(self) -> None:
-        self.heaps: dict[str, list[tuple[int, int, str]]] = {}
+    heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
+    accounts: dict[str, float] = field(default_factory=dict)
+    clock: float = 0.0
+
+    def resume(self, tenant: str) -> None:
+        """Let a tenant that had nothing waiting take part again."""
+        if len(self.accounts) > MAX_IDLE_ACCOUNTS + len(self.heaps):
+            self.accounts = {t: a for t, a in self.accounts.items() if a > self.clock or t in self.heaps}
+        self.accounts[tenant] = max(self.accounts.get(tenant, 0.0), self.clock)
+
+    def next(self) -> str:
+        """The tenant whose turn it is."""
+        return min(self.heaps, key=lambda tenant: (self.accounts[tenant], self.heaps[tenant][0]))
 
 
 class WaitingQueue(Generic[T]):
@@ -36,8 +56,7 @@ class WaitingQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
-        self._entries: dict[str, tuple[int, _Entry[T]]] = {}
-        self._served: dict[str, float] = {}
+        self._entries: dict[str, _Entry[T]] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -57,20 +76,20 @@ class WaitingQueue(Generic[T]):
             priority: lower goes first.
             tenant: who pays; tenants of equal priority take turns.
             arrival_ms: order within a tenant; equal values go in order of `push`.
-            cost: what serving it takes, in any unit used throughout (tokens, say); at least 1.
+            cost: what serving it takes, in any one unit (tokens, say); at least 1.
         """
         self.remove(uid)
-        number = next(self._numbers)
+        entry = _Entry(next(self._numbers), item, priority, tenant, max(1, cost))
+        self._entries[uid] = entry
         level = self._levels.setdefault(priority, _Level())
-        if not level.heaps.get(tenant):
-            self._level_up(tenant)
-        self._entries[uid] = (number, _Entry(uid, item, priority, tenant, max(1, cost)))
-        heapq.heappush(level.heaps.setdefault(tenant, []), (arrival_ms, number, uid))
+        if tenant not in level.heaps:
+            level.resume(tenant)
+        heapq.heappush(level.heaps.setdefault(tenant, []), (arrival_ms, entry.number, uid))
 
     def peek(self) -> T | None:
         """Look at the next item without taking it; None when nothing waits."""
-        place = self._next()
-        return self._entries[place[2]][1].item if place is not None else None
+        uid = self._head()
+        return None if uid is None else self._entries[uid].item
 
     def pop(self) -> T:
         """Take the next item and charge its tenant.
@@ -78,49 +97,37 @@ class WaitingQueue(Generic[T]):
         Raises:
             IndexError: nothing waits.
         """
-        place = self._next()
-        if place is None:
+        uid = self._head()
+        if uid is None:
             raise IndexError("pop from an empty queue")
-        _, entry = self._entries[place[2]]
-        self._served[entry.tenant] = self._served.get(entry.tenant, 0.0) + entry.cost
-        self.remove(entry.uid)
+        entry = self._entries[uid]
+        level = self._levels[entry.priority]
+        level.clock = max(level.clock, level.accounts[entry.tenant])
+        level.accounts[entry.tenant] += entry.cost
+        self.remove(uid)
         return entry.item
 
     def remove(self, uid: str) -> T | None:
         """Take an item out of turn, without charge; None when it does not wait."""
-        found = self._entries.pop(uid, None)
-        if found is None:
+        entry = self._entries.pop(uid, None)
+        if entry is None:
             return None
-        entry = found[1]
         level = self._levels[entry.priority]
-        self._settle(level, entry.tenant)
-        if not level.heaps:
-            del self._levels[entry.priority]
-        if not self._entries:
-            self._served.clear()
-        return entry.item
-
-    def _next(self) -> tuple[int, int, str] | None:
-        """Head of the tenant whose turn it is, in the most urgent level."""
-        if not self._levels:
-            return None
-        level = self._levels[min(self._levels)]
-        tenant = min(level.heaps, key=lambda t: (self._served.get(t, 0.0), level.heaps[t][0]))
-        return level.heaps[tenant][0]
-
-    def _settle(self, level: _Level, tenant: str) -> None:
-        """Drop heads that were removed, and the tenant once nothing of it waits; keeps every head valid."""
-        heap = level.heaps[tenant]
-        while heap and (heap[0][2] not in self._entries or self._entries[heap[0][2]][0] != heap[0][1]):
+        heap = level.heaps[entry.tenant]
+        while heap and not self._waits(heap[0]):
             heapq.heappop(heap)
         if not heap:
-            del level.heaps[tenant]
+            del level.heaps[entry.tenant]
+        return entry.item
 
-    def _level_up(self, tenant: str) -> None:
-        """Start a tenant that had nothing waiting level with the least served of those that wait."""
-        waiting = {entry.tenant for _, entry in self._entries.values()} if tenant not in self._served else None
-        names = waiting if waiting is not None else {t for lv in self._levels.values() for t in lv.heaps}
-        names.discard(tenant)
-        if names:
-            floor = min(self._served.get(name, 0.0) for name in names)
-            self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
+    def _head(self) -> str | None:
+        """Uid that is next: a level without waiting tenants stays only for its accounts."""
+        urgent = min((priority for priority, level in self._levels.items() if level.heaps), default=None)
+        if urgent is None:
+            return None
+        level = self._levels[urgent]
+        return level.heaps[level.next()][0][2]
+
+    def _waits(self, place: tuple[int, int, str]) -> bool:
+        entry = self._entries.get(place[2])
+        return entry is not None and entry.number == place[1]

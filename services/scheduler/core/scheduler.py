@@ -5,13 +5,27 @@ thread. A step is planned with `plan`, launched by the loop, and settled with `s
 the two up to two steps are in flight, and nothing that they refer to is given to anyone else.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.scheduler.core.batch import Batch, StepResult
+import numpy as np
+
+from services.scheduler.core.batch import Batch, IntArray, StepResult
+from services.scheduler.core.cost_model import CostModel, StepShape
+from services.scheduler.core.decode import DecodeSet
+from services.scheduler.core.finish import FinishRules
+from services.scheduler.core.layout import lay_out
 from services.scheduler.core.link import Arrival, Load, StepOutput
+from services.scheduler.core.page_table import PageTable
 from services.scheduler.core.ports import EngineLimits
-from shared.messages import ErrorBody
+from services.scheduler.core.prefill import Prefill
+from services.scheduler.core.prefix_cache import NaiveCache
+from services.scheduler.core.radix_tree import RadixTree
+from services.scheduler.core.req import Req, error_body, make_req
+from services.scheduler.core.slots import SlotTable
+from shared.errors import ConfigError, RequestError, ServerFault
+from shared.messages import ErrorBody, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,7 @@ class SchedulerStats:
     retractions: int = 0
     forgotten: int = 0
     bad_rows: int = 0
+    refused: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
 
@@ -54,31 +69,299 @@ class Failure:
     error: ErrorBody
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step between plan and settle."""
+
+    step: int
+    shape: StepShape
+
+
 class Scheduler:
-    """Plans steps for one engine. See the module docstring for the calling order."""
+    """Plans steps for one engine. See the module docstring for the calling order.
+
+    Raises:
+        ConfigError: the engine's step is smaller than its batch.
+    """
 
     def __init__(self, limits: EngineLimits, config: SchedulerConfig | None = None) -> None:
+        if limits.max_step_tokens < limits.max_running:
+            raise ConfigError(
+                f"max_step_tokens is {limits.max_step_tokens}: each of max_running={limits.max_running} needs one"
+            )
+        self.limits = limits
+        self.config = config or SchedulerConfig()
         self.stats = SchedulerStats()
+        keeps = self.config.cache == "radix"
+        self.slots = SlotTable(limits)
+        self.pages = PageTable(limits, RadixTree(limits.page_size) if keeps else NaiveCache())
+        self.prefill = Prefill(self.slots, self.pages, shares=keeps)
+        self.decode = DecodeSet(self.slots, self.pages)
+        self._rules = FinishRules(limits)
+        self._costs = CostModel()
+        self._reqs: dict[str, Req] = {}
+        self._flights: deque[_Flight] = deque()
+        self._num_arrivals = 0
+        self._next_step = 0
+        self._settled_step = -1
+        self._failures: list[Failure] = []
+        self._endings: list[tuple[Req, FinishReason]] = []
+
+    @property
+    def admits(self) -> bool:
+        """Whether requests that never ran get a slot; while False only those that run, or ran, go on."""
+        return self.prefill.admits
+
+    @admits.setter
+    def admits(self, value: bool) -> None:
+        self.prefill.admits = value
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps between plan and settle."""
+        return len(self._flights)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs, is ready or is in flight."""
+        return not self._reqs and not self._flights
 
     def add(self, arrival: Arrival) -> None:
-        """Take a request; what cannot run or has all been said shows up in `take_failures` or `take_endings`."""
-        raise NotImplementedError
+        """Take a request; what cannot run or has all been said shows up in `take_failures` or `take_endings`.
+
+        A uid of a lower attempt is replaced; one of the same or a higher attempt makes the arrival void.
+        """
+        uid = arrival.request.uid
+        present = self._reqs.get(uid)
+        if present is not None:
+            if present.attempt >= arrival.attempt:
+                return
+            self.forget(uid, present.attempt)
+        self._num_arrivals += 1
+        try:
+            req = make_req(arrival, self.limits, self._num_arrivals)
+        except RequestError as e:
+            self.stats.refused += 1
+            self._failures.append(Failure(uid, arrival.attempt, error_body(e)))
+            return
+        finish = self._rules.of(req)
+        if finish is not None:
+            self._endings.append((req, finish))
+            self._count_finish(finish)
+            return
+        self._reqs[uid] = req
+        self.prefill.ready.add(req)
 
     def forget(self, uid: str, attempt: int) -> bool:
         """Drop a request of at most this attempt; False when there is none. Nothing more is said of it."""
-        raise NotImplementedError
+        req = self._reqs.get(uid)
+        if req is None or req.attempt > attempt:
+            return False
+        self.stats.forgotten += 1
+        if req.slot >= 0:
+            self._end(req)
+        else:
+            self.prefill.ready.remove(req)
+            del self._reqs[uid]
+        return True
+
+    def take_failures(self) -> list[Failure]:
+        """Take the requests that ended with an error since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def take_endings(self, stamp_ns: int) -> StepOutput | None:
+        """Take the requests that ended without a token since the last call: all of them was said before."""
+        endings, self._endings = self._endings, []
+        if not endings:
+            return None
+        reqs = [req for req, _ in endings]
+        return StepOutput(
+            stamp_ns=stamp_ns,
+            uids=[req.uid for req in reqs],
+            attempts=[req.attempt for req in reqs],
+            firsts=[len(req.output_ids) + 1 for req in reqs],
+            tokens=[-1] * len(reqs),
+            finishes={place: finish for place, (_, finish) in enumerate(endings)},
+            starts={place: (req.prompt_len, 0) for place, req in enumerate(reqs)},
+        )
 
     def plan(self) -> Batch | None:
-        """Fill the next step; None when nothing can run before a step in flight is settled, or at all."""
-        raise NotImplementedError
+        """Fill the next step.
+
+        Returns:
+            The batch to launch, or None when nothing can run: at all if no step is in flight, else before the oldest
+            one is settled.
+        """
+        if not self._make_room():
+            return None
+        step = self._next_step
+        rows, starts = self.decode.advance(step)
+        shape = StepShape(len(rows), int(starts.sum()), 0, 0.0)
+        chunks, started = self.prefill.plan(self._prefill_budget(shape), step)
+        if not len(rows) and not chunks:
+            return None
+        batch = lay_out(self.slots, self.pages, step, (rows, starts), chunks, started)
+        for chunk in chunks:
+            if chunk.completes and chunk.req.known_len + 1 < chunk.req.end_len:
+                self.decode.add(chunk.req.slot)
+        self._next_step += 1
+        prefill_tokens = sum(chunk.length for chunk in chunks)
+        reads = sum(chunk.length * (chunk.start + chunk.length / 2) for chunk in chunks)
+        self._flights.append(_Flight(step, StepShape(len(rows), shape.decode_kv, prefill_tokens, reads)))
+        self.prefill.headroom.relax()
+        self._count_admissions()
+        return batch
 
     def settle(self, batch: Batch, result: StepResult, stamp_ns: int) -> StepOutput | None:
-        """Take in what a step drew, in the order of `plan`; None when it drew nothing to be said."""
-        raise NotImplementedError
+        """Take in what a step drew, in the order of `plan`; None when it drew nothing to be said.
 
-    def load(self) -> Load:
+        Rows of requests that ended or were forgotten while the step ran are dropped.
+        """
+        flight = self._flights.popleft()
+        assert flight.step == batch.step, f"step {batch.step} settled before step {flight.step}"
+        self._settled_step = batch.step
+        self._costs.observe(flight.shape, result.forward_ms)
+        self.pages.retire(batch.step)
+        self.slots.retire(batch.step)
+        ends = batch.starts + batch.lengths
+        alive = self.slots.taken[batch.slots]
+        self.slots.settled_len[batch.slots[alive]] = ends[alive]
+        drawn = np.flatnonzero(alive & batch.sample).astype(np.int32)
+        bad = result.bad[drawn] | (result.token_ids[drawn] < 0)
+        if bad.any():
+            self._fail_rows(batch.slots[drawn[bad]])
+            drawn = drawn[~bad]
+        if not len(drawn):
+            return None
+        return self._say(batch, result, drawn, ends[drawn], stamp_ns)
+
+    def load(self, tokens_per_s: float = 0.0) -> Load:
         """Say how much runs and how much more could."""
-        raise NotImplementedError
+        num_ready = len(self.prefill.ready)
+        spare = self.slots.num_slots - self.slots.num_taken - num_ready
+        return Load(
+            num_running=self.slots.num_taken,
+            num_ready=num_ready,
+            free_slots=0 if self.prefill.blocked or not self.admits else max(0, spare),
+            free_pages=self.pages.num_available,
+            queued_tokens=self.prefill.ready.num_tokens,
+            tokens_per_s=tokens_per_s,
+        )
 
     def check(self) -> None:
-        """Check that slots, pages and locks are whole; AssertionError says which is not. For tests and idle time."""
+        """Check that slots, pages and pins are whole; AssertionError says which is not. For tests and idle time."""
+        self.slots.check()
+        self.pages.check()
+        live = self.slots.live()
+        assert {id(req) for req in live} | {id(req) for req in self.prefill.ready} == {
+            id(req) for req in self._reqs.values()
+        }, "a request is in no place, or in two"
+        assert len(live) + len(self.prefill.ready) == len(self._reqs), "a request is in two places"
+        decoding = self.decode.order
+        assert len(np.unique(decoding)) == len(decoding) and self.slots.taken[decoding].all(), "the decode set is off"
+        lengths = self.slots.planned_len[decoding]
+        assert (np.diff(lengths) <= 0).all(), "the decode set is not longest first"
+
+    def _make_room(self) -> bool:
+        """Get each decode row a page for its next token, by retraction if need be; False: settle a step first.
+
+        A request is retracted only when everything is settled, so that no token of it is under way; the oldest always
+        stays, and alone it fits, so every round makes progress.
+        """
+        while not self.decode.reserve():
+            if self._flights:
+                return False
+            victim = max(self.slots.live(), key=lambda req: req.order)
+            victim.token_ids = self.slots.tokens(victim.slot, int(self.slots.known_len[victim.slot])).copy()
+            self._release(victim)
+            self.prefill.ready.add(victim)
+            self.prefill.headroom.widen()
+            self.stats.retractions += 1
+        return True
+
+    def _prefill_budget(self, decode: StepShape) -> int:
+        budget = min(self.config.max_prefill_tokens, self.limits.max_step_tokens - decode.decode_rows)
+        if decode.decode_rows:
+            depth = self.prefill.running[0].planned_len if self.prefill.running else 0
+            timed = self._costs.prefill_budget(decode, depth, self.config.max_gap_ratio)
+            budget = budget if timed is None else min(budget, timed)
+        return budget
+
+    def _say(self, batch: Batch, result: StepResult, drawn: IntArray, positions: IntArray, stamp_ns: int) -> StepOutput:
+        """Take in the drawn tokens of some rows and end the choices that they finish."""
+        table = self.slots
+        slots, ids = batch.slots[drawn], result.token_ids[drawn]
+        table.token_ids[slots, positions] = ids
+        table.known_len[slots] = positions + 1
+        uids: list[str] = table.uids[slots].tolist()
+        attempts: list[int] = table.attempts[slots].tolist()
+        starts = {}
+        for place in range(int(np.searchsorted(drawn, batch.num_decode)), len(drawn)):
+            req = table.req(int(slots[place]))
+            self._first_token(req)
+            if not req.announced:
+                req.announced = True
+                starts[place] = (req.prompt_len, req.cached_len)
+                self.stats.prompt_tokens += req.prompt_len
+        finishes = self._rules.of_rows(table, slots, ids, positions + 1)
+        for place, finish in finishes.items():
+            self._end(table.req(int(slots[place])))
+            self._count_finish(finish)
+        self.stats.generated_tokens += len(drawn)
+        rows = {int(row): place for place, row in enumerate(drawn)} if result.logprobs else {}
+        return StepOutput(
+            stamp_ns=stamp_ns,
+            uids=uids,
+            attempts=attempts,
+            firsts=batch.out_index[drawn].tolist(),
+            tokens=ids.tolist(),
+            finishes=finishes,
+            starts=starts,
+            logprobs={rows[row]: entry for row, entry in result.logprobs.items() if row in rows},
+        )
+
+    def _first_token(self, req: Req) -> None:
+        """A prompt has been computed whole, and soundly: share it at once with those that begin alike."""
+        req.verified = True
+        self.prefill.drop(req)
+        self._share(req)
+
+    def _fail_rows(self, slots: IntArray) -> None:
+        """End requests whose logits were not numbers; nothing of them enters the cache."""
+        error = error_body(ServerFault("The model computed no valid numbers for this request.", code="bad_logits"))
+        for slot in slots.tolist():
+            req = self.slots.req(slot)
+            req.verified = False
+            self._end(req)
+            self.stats.bad_rows += 1
+            self._failures.append(Failure(req.uid, req.attempt, error))
+
+    def _share(self, req: Req) -> None:
+        """Give what settled steps have computed of a request to the prefix cache."""
+        slot = req.slot
+        tokens = self.slots.tokens(slot, int(self.slots.settled_len[slot]))
+        self.pages.share(slot, req.namespace, tokens, int(self.slots.last_step[slot]), self._settled_step)
+
+    def _end(self, req: Req) -> None:
+        """A request with a slot has ended."""
+        self._release(req)
+        del self._reqs[req.uid]
+
+    def _release(self, req: Req) -> None:
+        """Take a request's slot and pages, and keep its sound KV in the cache."""
+        slot = req.slot
+        if req.verified:
+            self._share(req)
+        self.prefill.drop(req)
+        self.decode.remove(slot)
+        self.pages.close(slot, int(self.slots.last_step[slot]), self._settled_step)
+        self.slots.take_back(req, self._settled_step)
+
+    def _count_finish(self, finish: FinishReason) -> None:
+        self.stats.finished[finish] = self.stats.finished.get(finish, 0) + 1
+
+    def _count_admissions(self) -> None:
+        self.stats.cache_query_tokens = self.prefill.num_query_tokens
+        self.stats.cache_hit_tokens = self.prefill.num_hit_tokens
+        self.stats.evicted_pages = self.pages.num_evicted
