@@ -15,7 +15,7 @@ from typing import Final
 from shared.broker.backoff import Backoff
 from shared.broker.connection import Broker
 from shared.broker.control import Look, Observer, beat_and_look, look, retire
-from shared.broker.server import Agreement, agree, check, check_agreement, info
+from shared.broker.server import Agreement
 from shared.errors import BrokerDown, BrokerError, ConfigError, MillraceError, WireError
 from shared.keys import BEAT_S, LEASE_S, Role
 from shared.messages import Heartbeat, decode, encode
@@ -75,7 +75,7 @@ class Heart:
         self._up = False
         self._trouble = ""
         self._agreement: Agreement | None = None
-        self._last_beat: bytes | None = None
+        self._last_beat: Heartbeat | None = None
         self._last_beat_s = 0.0
         self._living: dict[Role, Mapping[str, Heartbeat]] = {}
         self._dead: dict[Role, dict[str, bytes]] = {}
@@ -136,7 +136,7 @@ class Heart:
             self._thread.join()
         if leave and self._up and self._last_beat is not None:
             try:
-                self._broker.run(retire(self._broker.keys, self.role, self.incarnation, self._last_beat))
+                self._broker.run(retire(self._broker.keys, self.role, self.incarnation, encode(self._last_beat)))
             except BrokerError as e:
                 log.info("not signed off: %s", e)
 
@@ -156,7 +156,7 @@ class Heart:
         began = time.monotonic()
         try:
             if not self._up:
-                self._meet()
+                self._agreement = self._broker.prepare()
             seen = self._look()
             self._note(seen)
         except (BrokerError, WireError) as e:
@@ -166,25 +166,23 @@ class Heart:
         self._came_up()
         return max(0.0, self._interval_s - (time.monotonic() - began))
 
-    def _meet(self) -> None:
-        """Look at the server and at what the installation agreed on; it may be another one after every loss."""
-        broker = self._broker
-        server, agreement = broker.run_many([info(), agree(broker.keys)])
-        for warning in check(server):
-            log.warning("%s", warning)
-        check_agreement(broker.keys, agreement)
-        self._agreement = agreement
-
     def _look(self) -> Look:
         keys = self._broker.keys
         if not self._announced:
             looks = self._broker.run_many([look(keys, role) for role in self._roles])
             return dict(zip(self._roles, looks, strict=True))
-        heartbeat = self._describe()
+        heartbeat = self._next_heartbeat()
         seen = self._broker.run(beat_and_look(keys, self.role, self.incarnation, heartbeat, self._roles))
-        self._last_beat = encode(heartbeat)
+        self._last_beat = heartbeat
         self._last_beat_s = time.monotonic()
         return seen
+
+    def _next_heartbeat(self) -> Heartbeat:
+        """Describe the instance; the last heartbeat again while its loop stands still, whatever else changed."""
+        last, heartbeat = self._last_beat, self._describe()
+        if last is not None and last.beat == heartbeat.beat and last.draining == heartbeat.draining:
+            return last
+        return heartbeat
 
     def _note(self, seen: Look) -> None:
         if not self._announced or self._last_beat is None:

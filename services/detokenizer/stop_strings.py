@@ -78,9 +78,9 @@ class StopMatcher:
         self._matched = [0] * len(self._matched)
         return text
 
-    def said(self, num_chars: int, text: str) -> None:
-        """Correct what is held back after a replay: of `text`, this many characters were said already."""
-        self.held = text[num_chars:]
+    def correct(self, held: str) -> None:
+        """Set what is held back, after a replay of text of which all else was said."""
+        self.held = held
 
     def _step(self, char: str) -> tuple[int, int]:
         """Move every automaton by one character; give the deepest, and the length of the longest match."""
