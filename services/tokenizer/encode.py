@@ -24,6 +24,7 @@ class Encoded:
     """A request whose prompts are ids: one GenerateRequest per uid, in the order of its uids."""
 
     requests: list[GenerateRequest]
+    num_prompts: int
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -131,7 +132,8 @@ class PromptEncoder:
                     traceparent=request.traceparent,
                 )
                 for i, (uid, seed) in enumerate(zip(request.uids, request.seeds, strict=True))
-            ]
+            ],
+            num_prompts=len(prompts),
         )
 
     def _fit(self, request: TokenizeRequest, ids: list[int], max_seq_len: int) -> tuple[list[int], SamplingParams]:
