@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e lint fmt clean
+.PHONY: help run dead setup test test-unit test-e2e lint fmt env-example clean
 
 PORT ?= 8000
 ARGS ?=
@@ -14,7 +14,7 @@ BIN = $(VENV)/bin
 export PIP_ROOT_USER_ACTION = ignore
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.run-ready ## Serve the embedded model: make run [PORT=8000] [ARGS="--apis 2 ..."]
 	@exec $(BIN)/python -m services.launcher serve --port $(PORT) $(ARGS)
@@ -38,6 +38,9 @@ lint: $(VENV)/.dev-ready ## Check style, types, import contracts and sizes
 
 fmt: $(VENV)/.dev-ready ## Format, and fix what a linter can fix
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+env-example: $(VENV)/.dev-ready ## Write .env.example from the settings classes
+	@$(BIN)/python -m tools.env_example
 
 clean: ## Remove the venv, caches and run files
 	@rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

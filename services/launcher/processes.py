@@ -125,6 +125,7 @@ class Child:
             self.spec.argv,
             env=dict(self.spec.env),
             stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),  # stdout belongs to the launcher: the line that says it is ready
             start_new_session=True,
             preexec_fn=lambda: _before_exec(launcher_pid),
         )

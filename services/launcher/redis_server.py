@@ -59,7 +59,8 @@ def own_redis(run_dir: Path) -> Spec:
     directory = run_dir.resolve() / "redis"
     directory.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    argv = (str(programs[0].path), *options(directory, port, persistent=True))
+    log = str(directory / "server.log")  # the terminal belongs to the launcher and the services
+    argv = (str(programs[0].path), *options(directory, port, persistent=True), "--logfile", log)
     return Spec("redis", "redis", argv, dict(os.environ), port, lambda: _probe(port))
 
 

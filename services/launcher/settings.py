@@ -8,9 +8,9 @@ docstrings, so a flag cannot exist without the setting behind it, nor the other 
 import argparse
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -52,6 +52,16 @@ _PER_INSTANCE: Final = frozenset({"name", "health_port", "health_port_strict"})
 """Fields that the launcher gives to each instance itself."""
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {"tensor_parallel_size": ("--tp",), "api_keys": ("--api-key",)}
 _DOC_FIELD: Final = re.compile(r"^\s{4}(\w+): (.*)$")
+ALL_SERVICES: Final = "all services"
+
+
+class Flag(NamedTuple):
+    """A setting as people see it."""
+
+    owner: str
+    annotation: Any
+    text: str
+    default: Any
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,17 +73,20 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="run all services (what a call without a command does)",
+        usage="%(prog)s [--flag value ...]",
         description="Run all services. Each flag is also a variable: --max-seq-len is MILLRACE_MAX_SEQ_LEN.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name, (owner, annotation, text) in _fields().items():
+    for name, flag in settings_fields().items():
+        if name in _PER_INSTANCE:
+            continue
         flags = (f"--{name.replace('_', '-')}", *_ALIASES.get(name, ()))
-        group = _group(serve, owner)
-        if annotation is bool:
+        group, text = _group(serve, flag.owner), flag.text.replace("%", "%%")
+        if flag.annotation is bool:
             group.add_argument(*flags, dest=name, action="store_const", const="true", help=text)
         else:
-            group.add_argument(*flags, dest=name, metavar=_metavar(annotation), help=text.replace("%", "%%"))
+            group.add_argument(*flags, dest=name, metavar=_metavar(flag.annotation), help=text)
     _add_dead(commands)
     return parser
 
@@ -105,23 +118,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     return args, {ENV_PREFIX + key.upper(): str(value) for key, value in given.items()}
 
 
-def variables() -> set[str]:
-    """Name every variable that some settings class reads."""
-    classes: Iterable[type[ServiceSettings]] = (LauncherSettings, *SERVICES.values())
-    return {ENV_PREFIX + name.upper() for cls in classes for name in cls.model_fields}
-
-
-def _fields() -> dict[str, tuple[str, Any, str]]:
-    """Collect the fields that are flags: name -> (owner, annotation, help), the launcher's first."""
+def settings_fields() -> dict[str, Flag]:
+    """Collect every field of every settings class, the launcher's own first, then along a request's way."""
     owners: list[tuple[str, type[ServiceSettings]]] = [("launcher", LauncherSettings), *SERVICES.items()]
-    found: dict[str, tuple[str, Any, str]] = {}
+    found: dict[str, Flag] = {}
     for owner, cls in owners:
         texts = _docs(cls)
         for name, info in cls.model_fields.items():
-            if name in _PER_INSTANCE:
-                continue
-            shared = name in ServiceSettings.model_fields or (name in found and found[name][0] != owner)
-            found.setdefault(name, ("all services" if shared else owner, info.annotation, texts.get(name, "")))
+            shared = name in ServiceSettings.model_fields or (name in found and found[name].owner != owner)
+            flag = Flag(ALL_SERVICES if shared else owner, info.annotation, texts.get(name, ""), info.default)
+            found[name] = found[name]._replace(owner=flag.owner) if name in found else flag
     return found
 
 

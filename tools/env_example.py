@@ -1,0 +1,37 @@
+"""Write `.env.example` from the settings classes: `make env-example`. A test keeps the file as this writes it."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from services.launcher.settings import settings_fields
+from shared.settings import ENV_PREFIX
+
+PATH = Path(__file__).resolve().parent.parent / ".env.example"
+HEAD = """\
+# Every variable that a service reads. All are optional: what stands here is the default.
+# Copy to .env (or your own environment), take off the # and change what you need. On the command line of the
+# launcher each is a flag: MILLRACE_MAX_SEQ_LEN is --max-seq-len.
+"""
+
+
+def render() -> str:
+    """Give the text of the file."""
+    groups: dict[str, list[str]] = {}
+    for name, flag in settings_fields().items():
+        comment = textwrap.wrap(flag.text, 110, initial_indent="# ", subsequent_indent="# ")
+        line = f"#{ENV_PREFIX}{name.upper()}={_shown(flag.default)}"
+        groups.setdefault(flag.owner, []).append("\n".join([*comment, line]))
+    parts = [f"\n# ---- {owner} ----\n\n" + "\n".join(lines) + "\n" for owner, lines in groups.items()]
+    return HEAD + "".join(parts)
+
+
+def _shown(default: Any) -> str:
+    """Write a default as its variable would have it."""
+    if default is None or default == ():
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")
