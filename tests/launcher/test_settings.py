@@ -1,0 +1,134 @@
+"""The command line: every setting is a flag, a flag is a variable, and what is no setting is refused by name."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.launcher.settings import SERVICES, LauncherSettings, parse, settings_fields
+from tools.env_example import PATH, render
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def launcher(*argv: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "services.launcher", *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **env},
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_call_without_a_command_serves() -> None:
+    args, variables = parse(["--port", "8123", "--dtype=float32", "--disable-overlap"])
+    assert args.command == "serve"
+    assert variables == {
+        "MILLRACE_PORT": "8123",
+        "MILLRACE_DTYPE": "float32",
+        "MILLRACE_DISABLE_OVERLAP": "true",
+    }
+    assert parse([])[0].command == "serve"
+    assert parse(["serve"])[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable"),
+    [
+        ("--tp", "MILLRACE_TENSOR_PARALLEL_SIZE"),
+        ("--tensor-parallel-size", "MILLRACE_TENSOR_PARALLEL_SIZE"),
+        ("--api-key", "MILLRACE_API_KEYS"),
+        ("--api-keys", "MILLRACE_API_KEYS"),
+    ],
+)
+def test_names_that_people_know_from_elsewhere(flag: str, variable: str) -> None:
+    assert parse([flag, "2"])[1] == {variable: "2"}
+
+
+PROMISED = [
+    "model",
+    "model-source",
+    "served-model-name",
+    "host",
+    "port",
+    "device",
+    "dtype",
+    "load-format",
+    "tensor-parallel-size",
+    "apis",
+    "api-workers",
+    "tokenizers",
+    "detokenizers",
+    "schedulers",
+    "redis-url",
+    "redis-prefix",
+    "page-size",
+    "num-pages",
+    "memory-ratio",
+    "max-running-requests",
+    "max-seq-len",
+    "max-prefill-tokens",
+    "max-queued-requests",
+    "max-queued-tokens",
+    "cache",
+    "attention-backend",
+    "moe-backend",
+    "cuda-graph-max-bs",
+    "disable-overlap",
+    "disable-custom-all-reduce",
+    "engine",
+    "lease",
+    "drain-timeout",
+    "api-keys",
+    "cors-origins",
+    "log-format",
+    "log-level",
+]
+
+
+@pytest.mark.parametrize("flag", PROMISED)
+def test_promised_flags_are_there(flag: str) -> None:
+    assert flag.replace("-", "_") in settings_fields()
+
+
+@pytest.mark.parametrize("argv", [["--nonsense", "3"], ["shell"], ["serve", "--reasoning-parser", "x"], ["--por", "1"]])
+def test_what_is_not_there_is_refused_by_name(argv: list[str]) -> None:
+    done = launcher(*argv)
+    assert done.returncode == 2
+    assert argv[-2 if len(argv) > 1 else 0] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "word"),
+    [
+        (["--dtype", "float31"], {}, "MILLRACE_DTYPE"),
+        (["--apis", "0"], {}, "MILLRACE_APIS"),
+        ([], {"MILLRACE_PORT": "99999"}, "MILLRACE_PORT"),
+        ([], {"MILLRACE_REDIS_URL": "http://x"}, "MILLRACE_REDIS_URL"),
+        (["--model", "/no/such/folder"], {}, "MILLRACE_MODEL"),
+    ],
+)
+def test_a_bad_value_stops_the_start_and_is_named(
+    argv: list[str], env: dict[str, str], word: str, tmp_path: Path
+) -> None:
+    done = launcher("serve", "--run-dir", str(tmp_path), *argv, **env)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_flag_has_a_help_text_or_explains_itself() -> None:
+    silent = {name for name, flag in settings_fields().items() if not flag.text}
+    assert silent <= {"redis_username", "log_level", "redis_sentinel_username"}
+
+
+def test_the_example_of_the_environment_is_what_the_settings_say() -> None:
+    assert PATH.read_text(encoding="utf-8") == render(), "run `make env-example`"
+    named = set(re.findall(r"^#?MILLRACE_(\w+)=", PATH.read_text(encoding="utf-8"), re.MULTILINE))
+    classes = (LauncherSettings, *SERVICES.values())
+    assert named == {name.upper() for cls in classes for name in cls.model_fields}
