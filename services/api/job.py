@@ -66,6 +66,7 @@ class Job:
     continue_final_message: bool = False
     cost_bytes: int = 0
     request_id: str = ""
+    arrival_ms: int = 0
     traceparent: str = ""
     tenant: str = ""
     key_hash: str = ""

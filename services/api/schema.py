@@ -139,7 +139,7 @@ class Sampling(_Ignored):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
     model: str
@@ -161,7 +161,7 @@ class ChatRequest(Sampling):
     web_search_options: None = None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions. `prompt` is text, token ids, or a list of either."""
 
     model: str
@@ -173,7 +173,7 @@ class CompletionRequest(Sampling):
     reasoning_effort: None = None
 
 
-class GenerateRequest(Sampling):
+class GenerateRequest(Sampling, kw_only=True):
     """POST /generate: the plain interface. Streams text lines unless `stream` is false; one choice only."""
 
     prompt: Any = None

@@ -1,0 +1,78 @@
+"""The app of one replica: routes, error handlers, and the layers around them."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from services.api.error_body import error_response
+from services.api.gate import Gate
+from services.api.routes import generation, health, models
+from services.api.schema import ChatRequest, CompletionRequest, GenerateRequest
+from services.api.service import ApiService
+from shared.errors import InvalidRequest, MillraceError
+from shared.version import VERSION
+
+_CORS_MAX_AGE_S: Final = 600
+_EXPOSED: Final = ("X-Request-Id", "Retry-After")
+
+
+def create_app(service: ApiService) -> ASGIApp:
+    """Build the app around a service; its lifespan starts and stops the service."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="Millrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
+    app.state.service = service
+    for router in (generation.router, models.router, health.router):
+        app.include_router(router)
+    app.add_exception_handler(MillraceError, _answer)
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(RequestValidationError, _refuse)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    gated: ASGIApp = Gate(app, service)
+    origins = list(service.settings.cors_origins)
+    if origins:
+        gated = CORSMiddleware(
+            gated,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+            max_age=_CORS_MAX_AGE_S,
+        )
+    return gated
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer what the framework would call a 422: to OpenAI's clients a bad request is a 400."""
+    return error_response(InvalidRequest("the request's parameters are not valid"))
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Describe the routes with the bodies that `schema.py` declares."""
+    if app.openapi_schema is None:
+        kinds = (ChatRequest, CompletionRequest, GenerateRequest)
+        _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+        described = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        described.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        app.openapi_schema = described
+    return app.openapi_schema

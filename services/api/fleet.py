@@ -1,0 +1,183 @@
+"""Who is there to do the work: this replica's heartbeat, its view of the others, and the broker's own state.
+
+Owns the beat task and the questions that admission, readiness and replies ask: which models are served, which
+services of a model are away and for how long, how loaded they are. Knows no request.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from shared.broker import server
+from shared.broker.connection import AsyncBroker
+from shared.broker.control import Observer, beat_and_look, retire
+from shared.errors import BrokerError
+from shared.keys import BEAT_S, Role
+from shared.messages import Heartbeat, encode
+from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, Metrics
+from shared.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+WORKERS: Final[tuple[Role, ...]] = ("tokenizer", "scheduler", "detokenizer")
+NAMES: Final[dict[Role, str]] = {"tokenizer": "tokenizer", "scheduler": "engine", "detokenizer": "detokenizer"}
+"""What people call a role: in readiness and in errors."""
+MEMORY_LIMIT: Final = 0.7
+"""Share of the broker's memory above which new requests are refused."""
+_INFO_EVERY: Final = 4
+NEVER: Final = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Work of a model's engines, as they said it last, summed."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    max_running: int = 0
+    max_seq_len: int = 0
+    tokens_per_s: float = 0.0
+
+
+class Fleet:
+    """The services of the installation as this replica sees them.
+
+    Attributes:
+        connected: the last heartbeat was accepted.
+        draining: said in the heartbeat.
+        num_open: choices in flight, said in the heartbeat.
+    """
+
+    def __init__(
+        self,
+        broker: AsyncBroker,
+        incarnation: str,
+        settings: ServiceSettings,
+        metrics: Metrics,
+        *,
+        version: str,
+        port: int = 0,
+        on_reconnect: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._broker = broker
+        self._me = incarnation
+        self._settings = settings
+        self._version = version
+        self._port = port
+        self._on_reconnect = on_reconnect
+        roles: tuple[Role, ...] = ("api", *WORKERS)
+        self._observer = Observer(incarnation, leases={role: settings.lease_s(role) for role in roles})
+        self._beats: dict[tuple[Role, str], int] = {}
+        self._changed: dict[tuple[Role, str], float] = {}
+        self._models: dict[str, int] = {settings.served_model_name: int(time.time())}
+        self._beat = 0
+        self._up = metrics.gauge(BROKER_UP)
+        self._reconnects = metrics.counter(BROKER_RECONNECTS)
+        self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
+        self.connected = False
+        self.memory_ratio = 0.0
+        self.draining = False
+        self.num_open = 0
+
+    @property
+    def models(self) -> dict[str, int]:
+        """Served model -> when this replica first knew of it, in seconds since the epoch."""
+        return self._models
+
+    async def run(self) -> None:
+        """Beat for ever. Every lost connection starts all leases anew and is told to `on_reconnect` when it is over."""
+        was_up = False
+        while True:
+            began = time.monotonic()
+            try:
+                await self._look()
+                if self._beat % _INFO_EVERY == 1:
+                    self.memory_ratio = (await self._broker.run(server.info())).used_ratio
+            except BrokerError as e:
+                if was_up:
+                    log.warning("the broker is away: %s", e)
+                self._lost()
+                was_up = False
+            else:
+                self._round_trip.observe(time.monotonic() - began)
+                if not was_up:
+                    log.info("connected to the broker at %s", self._broker.url)
+                    self._reconnects.inc()
+                    self._on_reconnect()
+                was_up = True
+            self.connected = was_up
+            self._up.set(was_up)
+            await asyncio.sleep(max(0.0, BEAT_S - (time.monotonic() - began)))
+
+    async def leave(self) -> None:
+        """Take this replica out of the registry, at its clean end."""
+        await self._broker.run(retire(self._broker.keys, "api", self._me, encode(self._heartbeat())))
+
+    async def _look(self) -> None:
+        self._beat += 1
+        roles: tuple[Role, ...] = ("api", *WORKERS)
+        seen = await self._broker.run(beat_and_look(self._broker.keys, "api", self._me, self._heartbeat(), roles))
+        self._observer.note(seen)
+        now = time.monotonic()
+        for role in WORKERS:
+            for name, beat in self._observer.living(role).items():
+                self._models.setdefault(beat.model, int(time.time())) if beat.model else None
+                if self._beats.get((role, name)) != beat.beat:
+                    self._beats[role, name] = beat.beat
+                    self._changed[role, beat.model] = now
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            beat=self._beat,
+            name=self._settings.instance_name("api"),
+            version=self._version,
+            draining=self.draining,
+            port=self._port,
+            num_running=self.num_open,
+        )
+
+    def _lost(self) -> None:
+        self._observer.lost()
+        now = time.monotonic()
+        self._changed = dict.fromkeys(self._changed, now)
+
+    def living(self, role: Role, model: str) -> list[Heartbeat]:
+        """Give the living of a role that serve a model."""
+        return [beat for beat in self._observer.living(role).values() if beat.model in (model, "")]
+
+    def last_beat(self, role: Role, model: str) -> float:
+        """Say when anybody of a role was last seen to beat (monotonic seconds), or NEVER."""
+        return max(self._changed.get((role, model), NEVER), self._changed.get((role, ""), NEVER))
+
+    def away_s(self, role: Role, model: str) -> float:
+        """Say for how long a role has been missing: 0 while somebody lives, infinite if nobody ever did."""
+        if self.living(role, model):
+            return 0.0
+        return time.monotonic() - self.last_beat(role, model)
+
+    def load(self, model: str) -> Load:
+        """Sum what the engines of a model say of themselves."""
+        engines = self.living("scheduler", model)
+        return Load(
+            running=sum(e.num_running for e in engines),
+            waiting=sum(e.num_waiting for e in engines),
+            queued_tokens=sum(e.queued_tokens for e in engines),
+            max_running=sum(e.max_running for e in engines),
+            max_seq_len=min((e.max_seq_len for e in engines if e.max_seq_len), default=0),
+            tokens_per_s=sum(e.tokens_per_s for e in engines),
+        )
+
+    def missing(self, model: str) -> list[str]:
+        """Name what a request for a model would lack now."""
+        if not self.connected:
+            return ["broker"]
+        missing = [NAMES[role] for role in WORKERS if not self.living(role, model)]
+        if "engine" not in missing and all(e.draining for e in self.living("scheduler", model)):
+            missing.append("engine")
+        if self.memory_ratio > MEMORY_LIMIT:
+            missing.append("broker memory")
+        return missing

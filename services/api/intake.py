@@ -1,0 +1,299 @@
+"""From a parsed body to a job: the rules that join fields, and the meaning of those left out.
+
+Everything a client asks for is either in the job or refused here by name. Knows neither HTTP nor the broker;
+what only the vocabulary or the context length can tell (a token id out of range, a prompt too long) is the
+tokenizer's to refuse.
+"""
+
+import secrets
+from typing import Any, Final
+
+import msgspec
+
+from services.api.job import Job
+from services.api.schema import (
+    MAX_PROMPTS,
+    MAX_STOP,
+    MAX_STOP_BYTES,
+    MAX_TOKENS,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Sampling,
+    check_tree,
+)
+from shared.errors import InvalidRequest
+from shared.messages import Prompt
+from shared.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+COMPLETION_MAX_TOKENS: Final = 16
+"""OpenAI's default for completions; chat has none."""
+GENERATE_MAX_TOKENS: Final = 128
+
+
+def _bad(param: str, reason: str, code: str = "invalid_value") -> InvalidRequest:
+    return InvalidRequest(f"{param}: {reason}", param=param, code=code)
+
+
+def _unsupported(param: str, reason: str = "not supported by this server") -> InvalidRequest:
+    return InvalidRequest(f"{param}: {reason}", param=param, code="unsupported_parameter")
+
+
+def chat_job(body: ChatRequest, max_depth: int) -> Job:
+    """Check a chat request.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    _check_unsupported_chat(body)
+    if not body.messages:
+        raise _bad("messages", "must hold at least one message")
+    messages = [_message(m, i, max_depth) for i, m in enumerate(body.messages)]
+    continues = bool(body.continue_final_message)
+    generation_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and generation_prompt:
+        raise _bad("continue_final_message", "cannot be set together with add_generation_prompt")
+    if continues and body.messages[-1].role != "assistant":
+        raise _bad("continue_final_message", "the last message must be the assistant's")
+    kwargs = body.chat_template_kwargs or {}
+    check_tree(kwargs, "chat_template_kwargs", max_depth)
+    if body.reasoning_effort is not None:
+        kwargs = {"reasoning_effort": body.reasoning_effort, **kwargs}
+    if body.top_logprobs is not None and not body.logprobs:
+        raise _bad("top_logprobs", "needs logprobs to be true")
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        if max_tokens is not None:
+            raise _bad("max_completion_tokens", "cannot be set together with max_tokens")
+        max_tokens = body.max_completion_tokens
+    if max_tokens == 0:
+        raise _bad("max_tokens", "must be at least 1")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    job = _job("chat", body.model, [Prompt(messages=messages)], body, max_tokens, logprobs)
+    job.tools = _tools(body, max_depth)
+    job.template_kwargs = kwargs
+    job.add_generation_prompt, job.continue_final_message = generation_prompt, continues
+    return job
+
+
+def completion_job(body: CompletionRequest) -> Job:
+    """Check a completions request.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if body.suffix is not None:
+        raise _unsupported("suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise _unsupported("best_of", "only best_of equal to n is supported")
+    prompts = _prompts(body.prompt)
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    job = _job("completion", body.model, prompts, body, max_tokens, body.logprobs)
+    if body.echo:
+        if body.logprobs is not None:
+            raise _unsupported("echo", "together with logprobs it is not supported by this server")
+        if any(p.text is None for p in prompts):
+            raise _unsupported("echo", "of token ids is not supported by this server; send text")
+        job.echo = [p.text or "" for p in prompts]
+    return job
+
+
+def generate_job(body: GenerateRequest, default_model: str) -> Job:
+    """Check a request of the plain interface; it streams unless told otherwise.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if (body.n or 1) != 1:
+        raise _bad("n", "must be 1 here")
+    if body.stream_options is not None:
+        raise _unsupported("stream_options", "not part of this interface")
+    prompts = _prompts(body.prompt)
+    if len(prompts) != 1:
+        raise _bad("prompt", "must be one prompt here")
+    if body.stream is None:
+        body.stream = True
+    max_tokens = GENERATE_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return _job("generate", body.model or default_model, prompts, body, max_tokens, None)
+
+
+def _job(
+    kind: Any, model: str, prompts: list[Prompt], body: Sampling, max_tokens: int | None, logprobs: int | None
+) -> Job:
+    if not model:
+        raise _bad("model", "must not be empty")
+    if body.stream_options is not None and not body.stream:
+        raise _bad("stream_options", "is only allowed when stream is true")
+    options = body.stream_options
+    params = _params(body, max_tokens, logprobs)
+    return Job(
+        kind=kind,
+        model=model,
+        prompts=prompts,
+        n=body.n or 1,
+        params=params,
+        seed=params.seed,
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        stop=_stop(body.stop),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        logprobs=logprobs,
+        timeout_s=body.timeout,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    stop_token_ids = body.stop_token_ids or []
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _bad("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
+    min_tokens = body.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _bad("min_tokens", "must not be larger than max_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_or(body.temperature, 1.0),
+        top_p=_or(body.top_p, 1.0),
+        top_k=0 if body.top_k is None else body.top_k,
+        min_p=_or(body.min_p, 0.0),
+        seed=secrets.randbits(64) - 2**63 if body.seed is None else body.seed,
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body.logit_bias),
+        logprobs=logprobs,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float]:
+    if not given:
+        return {}
+    if len(given) > MAX_LOGIT_BIAS:
+        raise _bad("logit_bias", f"at most {MAX_LOGIT_BIAS} entries are allowed")
+    low, high = BOUNDS["logit_bias"]
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10) or int(key) > MAX_TOKENS:
+            raise _bad("logit_bias", "every key must be a token id")
+        if not low <= value <= high:
+            raise _bad("logit_bias", f"every value must lie between {low:g} and {high:g}")
+        bias[int(key)] = value
+    return bias
+
+
+def _stop(given: str | list[str] | None) -> list[str]:
+    """Give the stop strings; empty ones match nothing and are left out."""
+    if given is None:
+        return []
+    listed = [given] if isinstance(given, str) else given
+    if len(listed) > MAX_STOP:
+        raise _bad("stop", f"at most {MAX_STOP} stop strings are allowed")
+    if any(len(s.encode()) > MAX_STOP_BYTES for s in listed):
+        raise _bad("stop", f"a stop string is longer than {MAX_STOP_BYTES} bytes")
+    return [s for s in listed if s]
+
+
+def _prompts(given: Any) -> list[Prompt]:
+    """Tell the four forms of `prompt` apart."""
+    if isinstance(given, str):
+        return [Prompt(text=given)]
+    if given is None:
+        raise InvalidRequest("missing field: prompt", param="prompt", code="missing_field")
+    if not isinstance(given, list):
+        raise _bad("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not given:
+        raise _bad("prompt", "must not be empty")
+    if isinstance(given[0], str | list) and len(given) > MAX_PROMPTS:
+        raise _bad("prompt", f"at most {MAX_PROMPTS} prompts are allowed")
+    if all(isinstance(p, str) for p in given):
+        return [Prompt(text=p) for p in given]
+    if isinstance(given[0], list):
+        return [Prompt(token_ids=_token_ids(p)) for p in given]
+    return [Prompt(token_ids=_token_ids(given))]
+
+
+def _token_ids(given: Any) -> list[int]:
+    if not isinstance(given, list) or not given:
+        raise _bad("prompt", "every list of token ids must hold at least one, and lists and text cannot be mixed")
+    for token in given:
+        if type(token) is not int or not 0 <= token <= MAX_TOKENS:
+            raise _bad("prompt", "every token id must be an integer within the vocabulary")
+    return given
+
+
+def _message(message: ChatMessage, index: int, max_depth: int) -> dict[str, Any]:
+    """Give a message as chat templates expect it: content is text, absent fields are absent."""
+    where = f"messages[{index}]"
+    if message.content is None and message.role != "assistant":
+        raise _bad(f"{where}.content", "must be text")
+    entry: dict[str, Any] = {"role": message.role, "content": _content(message.content, where)}
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.tool_call_id is not None:
+        entry["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        entry["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise _bad(f"{where}.tool_calls", "only the assistant calls tools")
+        entry["tool_calls"] = [
+            {"id": c.id or "", "type": c.type, "function": {"name": c.function.name, "arguments": c.function.arguments}}
+            for c in message.tool_calls
+        ]
+    check_tree(message.annotations, f"{where}.annotations", max_depth)
+    return entry
+
+
+def _content(content: str | list[dict[str, Any]] | None, where: str) -> str:
+    """Join the parts of a content with line breaks; text is the only kind of part this server reads."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not content:
+        raise _bad(f"{where}.content", "must not be an empty list")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type")
+        field = "refusal" if kind == "refusal" else "text"
+        if kind not in ("text", "refusal"):
+            raise _unsupported(f"{where}.content[{i}].type", "only text parts are supported by this server")
+        if not isinstance(part.get(field), str):
+            raise _bad(f"{where}.content[{i}].{field}", "must be a string")
+        texts.append(part[field])
+    return "\n".join(texts)
+
+
+def _tools(body: ChatRequest, max_depth: int) -> list[dict[str, Any]] | None:
+    """Give the tools that the template is to show; calls can be offered (auto) but not forced."""
+    tools = body.tools or []
+    choice = "auto" if body.tool_choice is None else body.tool_choice
+    if not isinstance(choice, str):
+        raise _unsupported("tool_choice", "a named function cannot be forced by this server")
+    if choice not in ("none", "auto", "required"):
+        raise _bad("tool_choice", "must be none, auto, required or a named function")
+    if choice == "required":
+        raise _unsupported("tool_choice", "required cannot be served by this server")
+    plain = [msgspec.to_builtins(tool) for tool in tools]
+    for i, tool in enumerate(plain):
+        check_tree(tool, f"tools[{i}]", max_depth)
+        tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
+    return plain if plain and choice == "auto" else None
+
+
+def _check_unsupported_chat(body: ChatRequest) -> None:
+    if body.response_format is not None and body.response_format.type != "text":
+        raise _unsupported("response_format", "only the type text is supported by this server")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise _unsupported("modalities", "only text is supported by this server")

@@ -1,0 +1,88 @@
+"""Ends and deletes reply logs behind requests that are over, a batch at a time, until the broker has done it.
+
+A client's answer never waits for this. While the broker is away the work is kept and done when it is back; a
+log that is missed anyway dies by its time to live, and its engine by its audit.
+"""
+
+import asyncio
+import logging
+from typing import Any, Final
+
+from shared.broker.backoff import Backoff
+from shared.broker.call import Call
+from shared.broker.connection import AsyncBroker
+from shared.broker.replies import delete_logs, end
+from shared.errors import BrokerDown, BrokerError
+from shared.messages import Delta, ErrorBody
+
+log = logging.getLogger(__name__)
+
+_BATCH: Final = 256
+_CAP: Final = 100_000
+"""Uids kept while the broker is away; beyond it the oldest are left to their time to live."""
+
+
+class Janitor:
+    """The work that is left when requests are over. `run` does it; everything else only notes it."""
+
+    def __init__(self, broker: AsyncBroker) -> None:
+        self._broker = broker
+        self._ends: dict[str, ErrorBody] = {}
+        self._deletes: dict[str, None] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def end(self, uid: str, reason: ErrorBody) -> None:
+        """End a uid, wherever it is, and delete its log."""
+        if len(self._ends) < _CAP:
+            self._ends[uid] = reason
+        self._notify()
+
+    def delete(self, uid: str) -> None:
+        """Delete a log whose terminal was delivered."""
+        if len(self._deletes) < _CAP:
+            self._deletes[uid] = None
+        self._notify()
+
+    async def run(self) -> None:
+        """Work for ever."""
+        backoff = Backoff()
+        while True:
+            if not (self._ends or self._deletes):
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+            try:
+                await self._batch()
+                backoff.reset()
+            except BrokerDown:
+                await asyncio.sleep(backoff.next_s())
+            except BrokerError:
+                log.exception("reply logs could not be ended or deleted; they die by their time to live")
+                self._ends.clear()
+                self._deletes.clear()
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to do; False if it took longer."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _notify(self) -> None:
+        self._idle.clear()
+        self._wake.set()
+
+    async def _batch(self) -> None:
+        """Do a batch in one round trip; what it took is struck off only when the broker has answered."""
+        keys = self._broker.keys
+        ends = dict(list(self._ends.items())[:_BATCH])
+        deletes = [*ends, *list(self._deletes)[:_BATCH]]
+        calls: list[Call[Any]] = [end(keys, uid, Delta(0, [], "", error=why)) for uid, why in ends.items()]
+        calls.append(delete_logs(keys, deletes))
+        await self._broker.run_many(calls)
+        for uid in deletes:
+            self._ends.pop(uid, None)
+            self._deletes.pop(uid, None)

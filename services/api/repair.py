@@ -1,0 +1,186 @@
+"""What the replica does when a reply does not simply go on: reads the log, opens it again, or gives up.
+
+Owns the sweep over silent requests. The rules are those of docs/protocol.md: the log is compared with what the
+client was told (`log_reading.py`); an agreeing log is continued, one that is gone or disagrees is opened again
+with what was told, and one that ended well but disagrees ends the answer with `broker_lost_data`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from services.api import log_reading
+from services.api.exchange import Choice
+from services.api.fleet import Fleet
+from services.api.metrics import ApiMetrics
+from services.api.requests import make_repair, make_request
+from shared.broker.connection import AsyncBroker
+from shared.broker.log_id import LogId, split_log_id
+from shared.broker.replies import Glance, read_log, sweep
+from shared.broker.streams import is_queued, open_request
+from shared.errors import BrokerDown, BrokerError, WireError
+from shared.messages import ErrorBody
+
+log = logging.getLogger(__name__)
+
+MAX_UNHELD: Final = 3
+"""Times a request is opened again because nobody holds it, before it is given up."""
+MAX_REOPENS: Final = 20
+SWEEP_S: Final = 0.5
+_SWEEP_BATCH: Final = 256
+
+LOST_DATA: Final = ErrorBody(500, "the message broker lost part of this answer", "server_error", "broker_lost_data")
+GIVEN_UP: Final = ErrorBody(500, "the request was lost repeatedly and is given up", "server_error", "request_lost")
+
+
+class Repair:
+    """Reads logs for the replica, one task per choice that needs it.
+
+    Args:
+        broker: shared with the rest of the replica.
+        replica: the incarnation.
+        fleet: tells whether an engine lives at all.
+        metrics: of the api; reads and reopens are counted.
+        repair_after: seconds of silence before a log is looked at.
+        reopen_after: seconds without a holder before a request is opened again.
+    """
+
+    def __init__(
+        self,
+        broker: AsyncBroker,
+        replica: str,
+        fleet: Fleet,
+        metrics: ApiMetrics,
+        *,
+        repair_after: float,
+        reopen_after: float,
+    ) -> None:
+        self._broker = broker
+        self._replica = replica
+        self._fleet = fleet
+        self._metrics = metrics
+        self._repair_after = repair_after
+        self._reopen_after = reopen_after
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, choice: Choice) -> None:
+        """Have the log of a choice read, unless that is under way; a ring that comes meanwhile has it read again."""
+        if choice.reading:
+            choice.again = True
+            return
+        choice.reading = True
+        task = asyncio.get_running_loop().create_task(self._read(choice))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def sweep(self, choices: Mapping[str, Choice], *, everything: bool = False) -> None:
+        """Look at the logs of silent requests, of all at once after a lost connection.
+
+        Raises:
+            BrokerError: nothing, or not everything, was looked at; the next sweep does.
+        """
+        now = time.monotonic()
+        silent = [
+            c
+            for c in choices.values()
+            if c.opened and c.ended is None and not c.reading and not c.behind
+            and (everything or now - c.touched >= self._repair_after)
+        ]  # fmt: skip
+        for at in range(0, len(silent), _SWEEP_BATCH):
+            batch = silent[at : at + _SWEEP_BATCH]
+            glances = await self._broker.run(sweep(self._broker.keys, [c.uid for c in batch]))
+            await self._judge(zip(batch, glances, strict=True))
+
+    async def _judge(self, seen: Iterable[tuple[Choice, Glance]]) -> None:
+        now = time.monotonic()
+        for choice, glance in seen:
+            choice.touched = now
+            if glance.held:
+                choice.held_at = now
+            if choice.reading or choice.ended is not None:
+                continue
+            if glance.last != choice.last_id:
+                self.start(choice)
+            elif now - choice.held_at >= self._reopen_after:
+                await self._reclaim(choice)
+
+    async def _reclaim(self, choice: Choice) -> None:
+        """Open a request again that nobody holds and nobody has queued, while an engine is there to take it."""
+        job = choice.exchange.job
+        if not self._fleet.living("scheduler", job.model):
+            return
+        if choice.entry and await self._broker.run(is_queued(self._broker.keys, job.model, choice.entry)):
+            choice.held_at = time.monotonic()
+            return
+        choice.unheld += 1
+        if choice.unheld >= MAX_UNHELD:
+            choice.exchange.fail(GIVEN_UP)
+        elif not choice.reading:
+            choice.reading = True
+            try:
+                await self._reopen(choice, LogId(choice.last_id), "unheld")
+            finally:
+                choice.reading = False
+
+    async def _read(self, choice: Choice) -> None:
+        """Read until no ring came meanwhile. What fails here is tried again by the sweep."""
+        try:
+            while True:
+                choice.again = False
+                await self._read_once(choice)
+                if not choice.again or choice.ended is not None or choice.behind:
+                    break
+        except BrokerDown:
+            choice.touched = 0.0
+        except (BrokerError, WireError):
+            log.exception("a reply log cannot be read", extra={"uid": choice.uid})
+            choice.exchange.fail(LOST_DATA)
+        finally:
+            choice.reading = False
+
+    async def _read_once(self, choice: Choice) -> None:
+        self._metrics.log_reads.inc()
+        entries = await self._broker.run(read_log(self._broker.keys, choice.uid))
+        if choice.ended is not None:
+            return
+        reading = log_reading.read(entries, choice.token_ids)
+        choice.attempt = max(choice.attempt, reading.attempt)
+        if reading.entry:
+            choice.entry = reading.entry
+        if reading.verdict == "lost":
+            self._metrics.lost.inc()
+            choice.exchange.fail(LOST_DATA)
+        elif reading.verdict == "reopen":
+            await self._reopen(choice, reading.last, "data")
+        else:
+            self._continue(choice, reading)
+
+    def _continue(self, choice: Choice, reading: log_reading.Reading) -> None:
+        """Say what is new, as far as a slow client's buffer goes."""
+        if reading.last:
+            choice.last_id = reading.last
+        for log_id, delta in reading.fresh:
+            if choice.exchange.full:
+                choice.exchange.leave_behind(choice)
+                return
+            choice.say(delta, log_id)
+
+    async def _reopen(self, choice: Choice, expect: LogId, why: str) -> None:
+        """Queue a choice again with what its client was told. CHANGED: somebody wrote meanwhile, so read again."""
+        choice.reopens += 1
+        if choice.reopens > MAX_REOPENS:
+            choice.exchange.fail(GIVEN_UP)
+            return
+        log.warning("a reply log is opened again (%s) behind %d tokens", why, choice.said, extra={"uid": choice.uid})
+        self._metrics.reopens.labels(why).inc()
+        request = make_request(choice.exchange.job, [choice])
+        again = make_repair(choice, self._replica, expect)
+        opened = await self._broker.run(open_request(self._broker.keys, request, [again], cap=None))
+        if opened.outcome != "OK":
+            choice.again = True
+            return
+        choice.last_id, choice.entry = opened.log_ids[0], opened.entry
+        choice.attempt = split_log_id(opened.log_ids[0])[0]
+        choice.touched = choice.held_at = time.monotonic()

@@ -1,0 +1,192 @@
+"""The replica's side of the protocol: opens requests, reads the inbox, says deltas, ends what its clients leave.
+
+One reader serves all requests of the replica. The inbox is the fast path and the doorbell; whatever does not
+follow directly on what was said is read from the log (`repair.py`). Knows jobs and choices, nothing of HTTP.
+Protocol: docs/protocol.md, the rules of the api.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from typing import Final
+
+from services.api.exchange import Choice, Exchange
+from services.api.janitor import Janitor
+from services.api.metrics import ApiMetrics
+from services.api.repair import Repair
+from services.api.requests import make_choices, make_request
+from shared.broker.backoff import Backoff
+from shared.broker.connection import AsyncBroker
+from shared.broker.log_id import LogId, split_log_id
+from shared.broker.replies import Ring, read_inbox, trim_inbox
+from shared.broker.streams import FIRST, Opened, open_request
+from shared.errors import BrokerDown, BrokerError, BrokerFull, MillraceError, RateLimited, Unavailable, WireError
+from shared.messages import Delta, ErrorBody, decode
+
+log = logging.getLogger(__name__)
+
+RECENT_S: Final = 60.0
+"""How long an answered uid is remembered: what still rings for it is old, not a stranger's."""
+_OPEN_TRIES: Final = 3
+CLIENT_GONE: Final = ErrorBody(499, "the client closed the connection", "client_closed", "client_closed")
+
+
+class Replies:
+    """All requests of this replica that are in flight.
+
+    Attributes:
+        choices: uid -> choice, until its request is closed.
+        exchanges: requests in flight.
+    """
+
+    def __init__(
+        self, broker: AsyncBroker, replica: str, janitor: Janitor, repair: Repair, metrics: ApiMetrics, *, cap: int
+    ) -> None:
+        """Prepare; `run` reads.
+
+        Args:
+            broker: shared with the rest of the replica.
+            replica: the incarnation, which names the inbox.
+            janitor: ends and deletes logs behind the requests.
+            repair: reads logs and opens them again.
+            metrics: of the api.
+            cap: entries a tokenize queue may hold.
+        """
+        self._broker = broker
+        self._replica = replica
+        self._janitor = janitor
+        self._repair = repair
+        self._metrics = metrics
+        self._cap = cap
+        self._recent: OrderedDict[str, float] = OrderedDict()
+        self.choices: dict[str, Choice] = {}
+        self.exchanges: set[Exchange] = set()
+
+    async def open(self, exchange: Exchange) -> None:
+        """Register a request and queue it. When this raises, the caller closes the exchange all the same.
+
+        Raises:
+            RateLimited: the queue is full.
+            Unavailable: the broker has no room.
+            BrokerError: the broker is away.
+        """
+        for choice in exchange.choices:
+            self.choices[choice.uid] = choice
+        self.exchanges.add(exchange)
+        request = make_request(exchange.job, exchange.choices)
+        call = open_request(self._broker.keys, request, make_choices(exchange, self._replica), cap=self._cap)
+        backoff = Backoff()
+        for attempt in range(1, _OPEN_TRIES + 1):
+            try:
+                opened = await self._broker.run(call)
+                break
+            except BrokerFull as e:
+                raise Unavailable("the message broker has no room for more requests", code="broker_full") from e
+            except BrokerDown:
+                if attempt == _OPEN_TRIES:
+                    raise
+                await asyncio.sleep(backoff.next_s())
+        self._opened(exchange, opened)
+
+    def _opened(self, exchange: Exchange, opened: Opened) -> None:
+        if opened.outcome == "FULL":
+            raise RateLimited("the queue of this model is full; try again later")
+        if opened.outcome == "CHANGED":  # an earlier try of this very call went through, its answer was lost
+            for choice in exchange.choices:
+                choice.opened = True
+                self._repair.start(choice)
+            return
+        for choice, log_id in zip(exchange.choices, opened.log_ids, strict=True):
+            choice.opened = True
+            choice.entry = opened.entry
+            if not choice.last_id:  # a delta may have rung before this answer was seen
+                choice.last_id = log_id
+            choice.attempt = max(choice.attempt, split_log_id(log_id)[0])
+
+    def close(self, exchange: Exchange, reason: ErrorBody = CLIENT_GONE) -> None:
+        """Forget a request: delete the logs that have ended, end the others with a reason and delete them too."""
+        now = time.monotonic()
+        self.exchanges.discard(exchange)
+        for choice in exchange.choices:
+            if self.choices.pop(choice.uid, None) is None:
+                continue
+            self._recent[choice.uid] = now
+            if choice.ended is None:
+                self._janitor.end(choice.uid, reason)
+            else:
+                self._janitor.delete(choice.uid)
+        while self._recent and next(iter(self._recent.values())) < now - RECENT_S:
+            self._recent.popitem(last=False)
+
+    def catch_up(self, exchange: Exchange) -> None:
+        """Fetch what was left in the logs while the client was slow. Called by the writer when it has caught up."""
+        exchange.lagging = False
+        for choice in exchange.choices:
+            if choice.behind:
+                choice.behind = False
+                self._repair.start(choice)
+
+    async def run(self) -> None:
+        """Read the inbox for ever.
+
+        After a lost connection, and after a second of silence, it is read from its beginning: a broker that came
+        back without its data, or with an older clock, writes below the old position. What was read is trimmed
+        away before, and what is read twice is dropped by its id.
+        """
+        keys, position, backoff = self._broker.keys, FIRST, Backoff()
+        while True:
+            try:
+                rings = await self._broker.run(read_inbox(keys, self._replica, after=position))
+                if rings.rings:
+                    position = rings.position
+                elif position != FIRST:
+                    await self._broker.run(trim_inbox(keys, self._replica, position))
+                    position = FIRST
+                backoff.reset()
+            except BrokerDown:
+                position = FIRST
+                await asyncio.sleep(backoff.next_s())
+                continue
+            except (BrokerError, WireError) as e:
+                log.error("the inbox cannot be read: %s", e)  # once per pause, without a trace
+                await asyncio.sleep(backoff.next_s())
+                continue
+            for ring in rings.rings:
+                self._ring(ring)
+
+    def _ring(self, ring: Ring) -> None:
+        """Say a delta if it follows on what was said; else drop it (known) or have the log read (a gap)."""
+        uid, prev, log_id, blob = ring
+        choice = self.choices.get(uid)
+        if choice is None:
+            if uid not in self._recent:
+                self._recent[uid] = time.monotonic()
+                self._metrics.strays.inc()
+                self._janitor.end(uid, CLIENT_GONE)
+            return
+        if choice.ended is not None:
+            return
+        if choice.reading:
+            choice.again = True
+        elif choice.exchange.full:
+            choice.exchange.leave_behind(choice)
+        elif follows(choice, prev):
+            self._say(choice, log_id, blob)
+        elif split_log_id(log_id) > split_log_id(LogId(choice.last_id)):
+            self._repair.start(choice)
+
+    def _say(self, choice: Choice, log_id: LogId, blob: bytes) -> None:
+        try:
+            choice.say(decode(Delta, blob), log_id)
+        except MillraceError:
+            self._repair.start(choice)  # the log tells what its entry is; a second look decides
+
+
+def follows(choice: Choice, prev: LogId) -> bool:
+    """Whether a delta whose predecessor is `prev` continues what the client was told.
+
+    Normally `prev` is the last id said. While nothing was said at all, any predecessor that holds no token will
+    do: the engine's first fence lies between, and no earlier telling can be contradicted.
+    """
+    return prev == choice.last_id or (choice.said == 0 and prev.endswith(b"-0"))

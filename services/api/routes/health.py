@@ -1,0 +1,70 @@
+"""Probes, metrics, version, and a page for people who open the address in a browser."""
+
+import html
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, Response
+
+from services.api.service import ApiService
+from shared.metrics import CONTENT_TYPE
+from shared.version import VERSION
+
+router = APIRouter()
+
+PUBLIC_PATHS: Final = frozenset({"/", "/livez", "/startupz", "/readyz", "/health"})
+"""What needs no key."""
+_NO_STORE: Final = {"cache-control": "no-store"}
+
+
+def _json(status: int, body: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(body), status, _NO_STORE, "application/json")
+
+
+@router.get("/livez")
+async def livez() -> Response:
+    """Say that the process lives: its event loop answers."""
+    return _json(200, {"alive": True})
+
+
+@router.get("/startupz")
+async def startupz(request: Request) -> Response:
+    """Say whether starting is over."""
+    service: ApiService = request.app.state.service
+    started = service.readiness.has_started
+    return _json(200 if started else 503, {"started": started, "missing": service.missing()})
+
+
+@router.get("/readyz")
+@router.get("/health")
+async def readyz(request: Request) -> Response:
+    """Say whether requests would be served, and what is missing if not."""
+    service: ApiService = request.app.state.service
+    missing = service.missing()
+    return _json(503 if missing else 200, {"ready": not missing, "missing": missing})
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Name the release."""
+    return _json(200, {"version": VERSION})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Print the metrics of this process, or of all workers of the port."""
+    service: ApiService = request.app.state.service
+    return Response(service.metrics.render(), 200, _NO_STORE, CONTENT_TYPE)
+
+
+@router.get("/")
+async def page(request: Request) -> Response:
+    """Say what this is and where its interfaces are."""
+    service: ApiService = request.app.state.service
+    model = html.escape(service.settings.served_model_name)
+    return HTMLResponse(
+        f"<!doctype html><title>Millrace</title><h1>Millrace {VERSION}</h1><p>Serving <code>{model}</code> at "
+        "<code>/v1</code> (OpenAI's API).</p><p><a href=/docs>API</a> &middot; <a href=/readyz>readiness</a> &middot; "
+        "<a href=/metrics>metrics</a></p>"
+    )

@@ -1,0 +1,145 @@
+"""One HTTP server process: uvicorn with our limits on what a connection may send, and our way to end.
+
+Owns the listening socket, signals, the drain, and errors of connections that never become a request.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from types import FrameType
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from services.api.app import create_app
+from services.api.error_body import encode_error, to_body
+from services.api.service import ApiService
+from services.api.settings import ApiSettings
+from services.api.streaming import ABORT_EXTENSION
+from shared.errors import ConfigError, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+BACKLOG: Final = 2048
+_HARD_STOP_S: Final = 3
+"""After the drain deadline every stream has been told; what has not left then is cut."""
+
+
+class Connection(HttpToolsProtocol):
+    """A connection whose head is bounded, whose broken requests get JSON, and which can be dropped."""
+
+    max_header_bytes = 64 << 10
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin with a head."""
+        super().connection_made(transport)
+        self._in_head = True
+        self._head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes in, as long as the head they belong to is within its bound."""
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.max_header_bytes and not self.transport.is_closing():
+            self.send_400_response(f"the request's head is larger than {self.max_header_bytes} bytes")
+
+    def on_message_begin(self) -> None:
+        """Offer the request's handler to drop the connection."""
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_headers_complete(self) -> None:
+        """Begin the request, unless its head is too large."""
+        self._in_head = False
+        size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
+        if size > self.max_header_bytes:
+            raise ValueError("the head is too large")
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, and close."""
+        body = encode_error(to_body(InvalidRequest(msg, code="invalid_http")))
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; the first signal drains and ends with 0, the second ends at once with 1."""
+
+    def __init__(self, config: uvicorn.Config, service: ApiService) -> None:
+        super().__init__(config)
+        self._service = service
+        self._parent = os.getppid() if service.settings.reuse_port else 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end, or stop ending gently."""
+        if self.should_exit:
+            os._exit(1)
+        self.should_exit = True
+        self._service.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        """End with the parent: a worker alone would keep the port and nobody would restart it."""
+        if self._parent and os.getppid() != self._parent:
+            self.handle_exit(signal.SIGTERM, None)
+        return await super().on_tick(counter)
+
+
+def listen(settings: ApiSettings) -> socket.socket:
+    """Bind the port.
+
+    Raises:
+        ConfigError: the address or the port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if settings.reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((settings.host, settings.port))
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"MILLRACE_PORT: cannot listen on {settings.host}:{settings.port}: {e.strerror}") from e
+    sock.set_inheritable(True)
+    return sock
+
+
+def make_config(settings: ApiSettings, app: Any) -> uvicorn.Config:
+    """Set uvicorn up: fast parser and loop, no access log of its own, keep-alive above any proxy's."""
+    protocol = type("BoundConnection", (Connection,), {"max_header_bytes": settings.max_header_bytes})
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        loop="uvloop",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=settings.keep_alive,
+        timeout_graceful_shutdown=int(settings.drain_timeout) + _HARD_STOP_S,
+    )
+
+
+def serve(settings: ApiSettings) -> int:
+    """Serve until a signal ends it; gives the exit code.
+
+    Raises:
+        ConfigError: a setting cannot be had.
+    """
+    sock = listen(settings)
+    port = sock.getsockname()[1]
+    service = ApiService(settings, port=port)
+    server = Server(make_config(settings, create_app(service)), service)
+    log.info("listening on http://%s:%d", settings.host, port)
+    server.run(sockets=[sock])
+    return 0 if server.started else 1

@@ -1,0 +1,266 @@
+"""One api replica: its parts, its background tasks, and the life of a request from the door to the books.
+
+Owns composition and the sweep that looks after requests nobody rings for: repairs, comment lines, slow clients,
+services that stay away, the drain deadline. Knows no HTTP beyond what an exchange says of its client.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from services.api.admission import Admission, opened_in_vain, service_away
+from services.api.auth import read_keys
+from services.api.error_body import to_body
+from services.api.exchange import Exchange, count_usage
+from services.api.fleet import NAMES, WORKERS, Fleet
+from services.api.janitor import Janitor
+from services.api.metrics import ApiMetrics
+from services.api.repair import SWEEP_S, Repair
+from services.api.replies import CLIENT_GONE, Replies
+from services.api.settings import ApiSettings
+from shared.broker.backoff import Backoff
+from shared.broker.connection import AsyncBroker
+from shared.errors import BrokerError, RateLimited, Unavailable
+from shared.health import Readiness
+from shared.ids import new_incarnation
+from shared.messages import ErrorBody
+from shared.metrics import DRAINING, READY, Metrics
+from shared.version import VERSION
+
+log = logging.getLogger(__name__)
+
+SHUTTING_DOWN: Final = to_body(Unavailable("the server is shutting down", code="shutting_down"))
+_SETTLE_S: Final = 2.0
+_LOOP_PROBE_S: Final = 0.1
+
+
+class ApiService:
+    """All parts of a replica. Built in the process's main, started and stopped by the app's lifespan.
+
+    Attributes:
+        incarnation: names the inbox; new at every start.
+        readiness: what `/readyz` answers from.
+    """
+
+    def __init__(self, settings: ApiSettings, *, port: int = 0) -> None:
+        self.settings = settings
+        self.incarnation = new_incarnation(settings.instance_name("api"))
+        common = Metrics("api", settings.instance_name("api"), settings.served_model_name, VERSION)
+        self.metrics = ApiMetrics(common)
+        self.keys = read_keys(settings)
+        self.readiness = Readiness()
+        self.broker = AsyncBroker(settings, name=self.incarnation)
+        self.fleet = Fleet(
+            self.broker, self.incarnation, settings, common, version=VERSION, port=port, on_reconnect=self._reconnected
+        )
+        self.janitor = Janitor(self.broker)
+        self.repair = Repair(
+            self.broker, self.incarnation, self.fleet, self.metrics,
+            repair_after=settings.repair_after, reopen_after=settings.reopen_after,
+        )  # fmt: skip
+        self.replies = Replies(
+            self.broker, self.incarnation, self.janitor, self.repair, self.metrics, cap=settings.max_queued_requests
+        )
+        self.admission = Admission(settings, self.fleet)
+        self._ready = common.gauge(READY)
+        self._draining = common.gauge(DRAINING)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sweep_all = False
+        self._drain_deadline = float("inf")
+
+    async def start(self) -> None:
+        """Start the background tasks. Probes answer from here on; the broker may still be away."""
+        for name, work in (
+            ("heart", self._connect_and_beat()),
+            ("inbox", self.replies.run()),
+            ("janitor", self.janitor.run()),
+            ("sweep", self._sweep_forever()),
+            ("loop-probe", self._probe_loop()),
+        ):
+            self._tasks.append(asyncio.create_task(_guard(name, work), name=name))
+        self.readiness.started()
+
+    async def stop(self) -> None:
+        """Finish what is left behind requests, leave the registry, close the broker. Requests are over by now."""
+        for exchange in list(self.replies.exchanges):
+            self.replies.close(exchange, SHUTTING_DOWN)
+        if not await self.janitor.settle(_SETTLE_S):
+            log.warning("some reply logs were not ended; they die by their time to live")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await asyncio.wait_for(self.fleet.leave(), _SETTLE_S)
+        except (BrokerError, TimeoutError):
+            log.warning("the registry was not left; the lease tells")
+        await self.broker.close()
+
+    def drain(self) -> None:
+        """Begin to end: take no new request, and end the running ones when the drain time is over."""
+        if not self.admission.draining:
+            log.info("draining: %d requests are running", len(self.replies.exchanges))
+            self.admission.draining = self.fleet.draining = True
+            self._draining.set(1)
+            self._drain_deadline = time.monotonic() + self.settings.drain_timeout
+
+    def fingerprint(self, model: str) -> str:
+        """Name what answers: version, model and the weights of the engines that serve it now."""
+        engines = sorted({e.fingerprint for e in self.fleet.living("scheduler", model)})
+        return "fp_" + hashlib.sha256("\0".join([VERSION, model, *engines]).encode()).hexdigest()[:12]
+
+    def missing(self) -> list[str]:
+        """Name what keeps this replica from serving now."""
+        missing = ["draining"] if self.admission.draining else []
+        return missing + self.fleet.missing(self.settings.served_model_name) + self.readiness.what_is_missing()
+
+    # --- the life of a request ---------------------------------------------------------------------------
+
+    def enter(self, exchange: Exchange) -> None:
+        """Count a request in."""
+        self.admission.enter(exchange.job)
+        self.fleet.num_open = self.admission.num_choices
+        self.metrics.in_flight.inc(len(exchange.choices))
+        self.metrics.streams_open.inc()
+
+    async def open(self, exchange: Exchange) -> None:
+        """Queue a request.
+
+        Raises:
+            RateLimited: with the measured wait. Unavailable, BrokerError: as `Replies.open`.
+        """
+        try:
+            await self.replies.open(exchange)
+        except RateLimited as e:
+            self.metrics.refused.labels("queue_full").inc()
+            raise self.admission.full(e.message, len(exchange.choices)) from e
+        except (Unavailable, BrokerError):
+            self.metrics.refused.labels("broker").inc()
+            raise
+
+    def note_tokens(self, exchange: Exchange, count: int, stamp_ns: int) -> None:
+        """Measure tokens that are about to be written."""
+        if not count:
+            return
+        now = time.monotonic()
+        last, exchange.last_token_at = exchange.last_token_at, now
+        if last:
+            self.metrics.itl.observe(now - last)
+        else:
+            exchange.first_token_at = now
+            self.metrics.ttft.labels(exchange.job.model).observe(now - exchange.opened_at)
+        if stamp_ns:
+            self.metrics.delivery.observe(max(0.0, (time.time_ns() - stamp_ns) / 1e9))
+
+    def leave(self, exchange: Exchange) -> None:
+        """Leave nothing of a request behind, and write it into the books."""
+        error = exchange.first_error()
+        self.replies.close(exchange, error or CLIENT_GONE)
+        finished = sum(choice.ended is not None for choice in exchange.choices)
+        self.admission.leave(exchange.job, finished)
+        self.fleet.num_open = self.admission.num_choices
+        self.metrics.in_flight.dec(len(exchange.choices))
+        self.metrics.streams_open.dec()
+        for choice in exchange.choices:
+            self.metrics.finish(_reason(choice.ended.finish if choice.ended else None, error))
+        prompt, _, completion = count_usage(exchange)
+        self.metrics.prompt_tokens.inc(prompt)
+        self.metrics.generation_tokens.inc(completion)
+        now = time.monotonic()
+        if finished:
+            self.metrics.e2e.labels(exchange.job.model).observe(now - exchange.opened_at)
+        if completion > len(exchange.choices):
+            spent = exchange.last_token_at - exchange.first_token_at
+            self.metrics.tpot.observe(spent / (completion / len(exchange.choices) - 1))
+
+    # --- background --------------------------------------------------------------------------------------
+
+    async def _connect_and_beat(self) -> None:
+        """Agree with the installation once, then beat. A server that will not do keeps the replica unready."""
+        backoff = Backoff()
+        self.readiness.missing("broker agreement")
+        while True:
+            try:
+                await self.broker.prepare()
+                break
+            except BrokerError as e:
+                log.warning("waiting for the broker at %s: %s", self.broker.url, e)
+                await asyncio.sleep(backoff.next_s())
+        self.readiness.have("broker agreement")
+        await self.fleet.run()
+
+    def _reconnected(self) -> None:
+        self._sweep_all = True
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._look_after_clients()
+            self._ready.set(not self.missing())
+            if not self.fleet.connected:
+                continue
+            everything, self._sweep_all = self._sweep_all, False
+            try:
+                await self.repair.sweep(self.replies.choices, everything=everything)
+            except BrokerError as e:
+                log.debug("a sweep was cut short: %s", e)
+                self._sweep_all = self._sweep_all or everything
+
+    def _look_after_clients(self) -> None:
+        now = time.monotonic()
+        over = now >= self._drain_deadline
+        for exchange in list(self.replies.exchanges):
+            if over:
+                exchange.fail(SHUTTING_DOWN)
+            if exchange.sending_since:
+                if over or now - exchange.sending_since > self.settings.slow_client_timeout:
+                    self.metrics.slow_clients.inc()
+                    exchange.drop()
+            elif now - exchange.silent_since > self.settings.sse_comment_interval:
+                exchange.silent_since = now
+                exchange.comment_due = True
+                exchange.wake()
+            if self.fleet.connected and exchange.num_open:
+                self._check_services(exchange)
+
+    def _check_services(self, exchange: Exchange) -> None:
+        """End a request that waits for a service which stays away."""
+        model = exchange.job.model
+        for role in WORKERS:
+            away = self.fleet.away_s(role, model)
+            in_vain = not exchange.started and opened_in_vain(
+                self.fleet, role, exchange.opened_at, model, self.settings.missing_grace
+            )
+            if away and (in_vain or away > self.settings.no_engine_timeout):
+                exchange.fail(to_body(service_away(NAMES[role])))
+
+    async def _probe_loop(self) -> None:
+        """Measure how late the event loop runs a timer: what every client waits for when the loop is busy."""
+        while True:
+            due = time.monotonic() + _LOOP_PROBE_S
+            await asyncio.sleep(_LOOP_PROBE_S)
+            self.metrics.event_loop_delay.observe(max(0.0, time.monotonic() - due))
+
+
+async def _guard(name: str, work: Coroutine[Any, Any, None]) -> None:
+    """Say when a background task dies: nothing else would, until a client hangs."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        log.critical("the task %s died", name, exc_info=True)
+        raise
+
+
+def _reason(finish: str | None, error: ErrorBody | None) -> str:
+    """Name how a choice ended, from a closed set."""
+    if finish is not None:
+        return finish
+    if error is None:
+        return "aborted"
+    if error.status == 504:
+        return "deadline"
+    return "rejected" if error.status < 500 else "error"
