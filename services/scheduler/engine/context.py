@@ -1,0 +1,41 @@
+"""What one forward pass is told besides its weights. It is an argument everywhere, never a module global."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class PlannedAttention(Protocol):
+    """Attention of one step, planned once and run once per layer."""
+
+    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Store the keys and values of the step's tokens, then attend to all that their requests have.
+
+        Args:
+            layer_id: the layer, from 0.
+            q: (num_tokens, num_qo_heads, head_dim), rotated.
+            k: (num_tokens, num_kv_heads, head_dim), rotated.
+            v: (num_tokens, num_kv_heads, head_dim).
+            scale: factor on the scores.
+            window: tokens a position sees, itself included; None for all.
+
+        Returns:
+            (num_tokens, num_qo_heads * head_dim).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """One forward pass.
+
+    Attributes:
+        positions: (num_tokens,) int64, place of each token in its request.
+        attention: the planned attention.
+        logits_index: (num_drawn,) int64, tokens whose logits are wanted, in the order of the rows that draw.
+    """
+
+    positions: Tensor
+    attention: PlannedAttention
+    logits_index: Tensor

@@ -1,0 +1,66 @@
+"""How many KV pages there are: a budget in bytes, divided by the size of a page."""
+
+from typing import Final
+
+import psutil
+import torch
+
+from services.scheduler.engine.kvcache import bytes_per_page
+from services.scheduler.engine.models.config import ModelConfig
+from shared.errors import ConfigError
+
+CPU_DEFAULT_TOKENS: Final = 16_384
+"""Tokens in the default pool of a CPU; more when one request of full length needs more."""
+_CPU_MEMORY_SHARE: Final = 0.25
+"""Share of the free memory that the default pool of a CPU may take."""
+_MIN_PAGES: Final = 2
+
+
+def plan_pages(
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+    max_seq_len: int,
+    num_pages: int | None,
+    kv_bytes: int | None,
+    memory_ratio: float,
+) -> int:
+    """Decide the size of the pool. To be called when the weights are in memory.
+
+    Args:
+        model: gives the size of a token's keys and values.
+        dtype: precision of the pool.
+        device: where it lies.
+        page_size: tokens per page.
+        max_seq_len: tokens of the longest request.
+        num_pages: the answer, when it is given.
+        kv_bytes: budget in bytes, when it is given.
+        memory_ratio: share of a GPU's memory for weights and pool together.
+
+    Returns:
+        The number of pages.
+
+    Raises:
+        ConfigError: the budget holds no request.
+    """
+    page_bytes = bytes_per_page(model.num_layers, page_size, model.num_kv_heads, model.head_dim, dtype)
+    if num_pages is None:
+        if kv_bytes is None:
+            kv_bytes = _default_bytes(device, page_bytes, page_size, max_seq_len, memory_ratio)
+        num_pages = kv_bytes // page_bytes
+    if num_pages < _MIN_PAGES:
+        raise ConfigError(
+            f"the KV cache would have {num_pages} pages of {page_size} tokens ({page_bytes} bytes each), "
+            f"{_MIN_PAGES} are needed; give it more memory or more pages"
+        )
+    return num_pages
+
+
+def _default_bytes(device: torch.device, page_bytes: int, page_size: int, max_seq_len: int, memory_ratio: float) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - memory_ratio) * total)
+    wanted = -(-max(CPU_DEFAULT_TOKENS, max_seq_len) // page_size) * page_bytes
+    return min(wanted, int(psutil.virtual_memory().available * _CPU_MEMORY_SHARE))

@@ -1,0 +1,166 @@
+"""What a model is, read from a checkpoint's config in any of the spellings that are about.
+
+The names are those of Hugging Face's config.json; a GGUF's metadata has been brought into them before. Whatever
+would change the result and is not known is refused by its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.scheduler.engine.layers.rotary import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    Attributes:
+        architecture: class name that the checkpoint states.
+        qkv_bias, o_bias, mlp_bias: which projections have a bias.
+        tied: the head is the embedding.
+        windows: per layer, tokens a position sees, or None for all.
+        dtype: the checkpoint's precision by name, or None.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    max_position: int
+    tied: bool
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    dtype: str | None = None
+
+    def window(self, layer_id: int) -> int | None:
+        """Tokens a position of that layer sees, or None for all."""
+        return self.windows[layer_id] if self.windows else None
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Understand a config.json.
+
+    Raises:
+        ConfigError: a number is missing or makes no sense, or something is asked for that is not supported.
+    """
+    names = raw.get("architectures") or []
+    if len(names) != 1:
+        raise ConfigError(f"config.json: architectures is {names!r}, exactly one is needed")
+    hidden_size, num_qo_heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
+    num_kv_heads = raw.get("num_key_value_heads") or num_qo_heads
+    head_dim = raw.get("head_dim") or hidden_size // num_qo_heads
+    if num_qo_heads % num_kv_heads:
+        raise ConfigError(f"config.json: {num_qo_heads} query heads cannot share {num_kv_heads} key-value heads")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise ConfigError(f"config.json: quantization {method!r} is not supported in safetensors checkpoints")
+    qkv_bias = bool(raw.get("attention_bias", raw.get("model_type") == "qwen2"))
+    num_layers = _count(raw, "num_hidden_layers")
+    return ModelConfig(
+        architecture=str(names[0]),
+        vocab_size=_count(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_count(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        activation=str(raw.get("hidden_act") or raw.get("hidden_activation") or "silu"),
+        max_position=_count(raw, "max_position_embeddings"),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        rope=_read_rope(raw, head_dim),
+        qkv_bias=qkv_bias,
+        o_bias=qkv_bias and raw.get("model_type") in ("llama", "qwen3"),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        windows=_read_windows(raw, num_layers),
+        dtype=_read_dtype(raw),
+    )
+
+
+def _count(raw: Mapping[str, Any], name: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {name} is {value!r}, a positive integer is needed")
+    return value
+
+
+def _read_dtype(raw: Mapping[str, Any]) -> str | None:
+    value = raw.get("dtype") or raw.get("torch_dtype")
+    return str(value).removeprefix("torch.") if value else None
+
+
+def _read_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows per layer; empty when no layer has one."""
+    window = raw.get("sliding_window")
+    if not window or raw.get("use_sliding_window") is False:
+        return ()
+    if "use_sliding_window" not in raw and str(raw.get("model_type", "")).startswith("qwen"):
+        return ()
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        # Qwen counts the layers below which attention is full; Mistral slides everywhere.
+        first = int(raw.get("max_window_layers", 0)) if "use_sliding_window" in raw else 0
+        return tuple(int(window) if i >= first else None for i in range(num_layers))
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != num_layers:
+        raise ConfigError(f"config.json: layer_types {unknown or len(kinds)} not supported for {num_layers} layers")
+    windows = tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _read_rope(raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    scaling = _rope_fields(raw)
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"config.json: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    max_position = _count(raw, "max_position_embeddings")
+    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    factor = scaling.get("factor")
+    if factor is None and kind in ("linear", "dynamic", "llama3"):
+        raise ConfigError(f"config.json: rope type {kind!r} needs a factor")
+    if factor is None:
+        factor = max_position / original if kind == "yarn" and original else 1.0
+    partial = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    fields: dict[str, Any] = {}
+    for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        if scaling.get(name) is not None:
+            fields[name] = float(scaling[name])
+    if kind == "yarn":
+        stated = scaling.get("attention_factor")
+        derived = yarn_attention_factor(float(factor), scaling.get("mscale"), scaling.get("mscale_all_dim"))
+        fields |= {"attention_factor": derived if stated is None else float(stated)}
+        fields |= {"truncate": bool(scaling.get("truncate", True))}
+    return RopeConfig(
+        kind=kind,
+        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        rotary_dim=int(head_dim * partial),
+        max_position=max_position,
+        factor=float(factor),
+        original_max_position=int(original or max_position),
+        **fields,
+    )
+
+
+def _rope_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope settings: `rope_parameters` of new checkpoints, `rope_scaling` of old ones, or none."""
+    fields = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"config.json: rope settings are {fields!r}, an object is needed")
+    nested = [value for value in fields.values() if isinstance(value, Mapping)]
+    if not nested:
+        return fields
+    if any(value != nested[0] for value in nested):
+        raise ConfigError("config.json: rope settings that differ between kinds of layers are not supported")
+    return nested[0]

@@ -1,0 +1,192 @@
+"""The dense decoder that most checkpoints are a variation of: Llama, SmolLM2, Mistral.
+
+A family that differs in a projection or a norm subclasses the part that differs; see qwen2 and qwen3.
+"""
+
+import torch
+from torch import Tensor
+
+from services.scheduler.engine.context import ForwardContext
+from services.scheduler.engine.layers.activation import activation
+from services.scheduler.engine.layers.attention import Attention
+from services.scheduler.engine.layers.embedding import Embedding, Head
+from services.scheduler.engine.layers.linear import Linear
+from services.scheduler.engine.layers.norm import RMSNorm
+from services.scheduler.engine.layers.rotary import Angles, Rotary
+from services.scheduler.engine.layers.weight import Fillable
+from services.scheduler.engine.models.config import ModelConfig
+
+Targets = dict[str, tuple[Fillable, int]]
+"""Name of a checkpoint's tensor -> what it fills, and as which part."""
+
+
+class LlamaAttention:
+    """The attention of one layer with its projections."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device) -> None:
+        q_size, kv_size = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            config.hidden_size, (q_size, kv_size, kv_size), bias=config.qkv_bias, dtype=dtype, device=device
+        )
+        self.output = Linear(q_size, (config.hidden_size,), bias=config.o_bias, dtype=dtype, device=device)
+        self.q_norm, self.k_norm = self.head_norms(config, dtype, device)
+        self.attention = Attention(
+            layer_id,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window=config.window(layer_id),
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+        )
+
+    def head_norms(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """Norms of query and key heads; Llama has none."""
+        return None, None
+
+    def __call__(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """(num_tokens, hidden_size) -> the same shape."""
+        return self.output(self.attention(self.qkv(x), angles, context))
+
+    def targets(self, prefix: str) -> Targets:
+        """The tensors of the checkpoint that fill it."""
+        names = ("q_proj", "k_proj", "v_proj")
+        found = {f"{prefix}.{name}.weight": (self.qkv.weight, part) for part, name in enumerate(names)}
+        targets: Targets = {**found, f"{prefix}.o_proj.weight": (self.output.weight, 0)}
+        if self.qkv.bias is not None:
+            targets |= {f"{prefix}.{name}.bias": (self.qkv.bias, part) for part, name in enumerate(names)}
+        if self.output.bias is not None:
+            targets[f"{prefix}.o_proj.bias"] = (self.output.bias, 0)
+        if self.q_norm is not None and self.k_norm is not None:
+            targets[f"{prefix}.q_norm.weight"] = (self.q_norm.weight, 0)
+            targets[f"{prefix}.k_norm.weight"] = (self.k_norm.weight, 0)
+        return targets
+
+
+class LlamaMLP:
+    """The gated feed-forward part of one layer."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(hidden, (inner, inner), bias=bias, dtype=dtype, device=device)
+        self.down = Linear(inner, (hidden,), bias=bias, dtype=dtype, device=device)
+        self.activate = activation(config.activation)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(num_tokens, hidden_size) -> the same shape."""
+        return self.down(self.activate(self.gate_up(x)))
+
+    def targets(self, prefix: str) -> Targets:
+        """The tensors of the checkpoint that fill it."""
+        targets: Targets = {
+            f"{prefix}.gate_proj.weight": (self.gate_up.weight, 0),
+            f"{prefix}.up_proj.weight": (self.gate_up.weight, 1),
+            f"{prefix}.down_proj.weight": (self.down.weight, 0),
+        }
+        if self.gate_up.bias is not None and self.down.bias is not None:
+            targets[f"{prefix}.gate_proj.bias"] = (self.gate_up.bias, 0)
+            targets[f"{prefix}.up_proj.bias"] = (self.gate_up.bias, 1)
+            targets[f"{prefix}.down_proj.bias"] = (self.down.bias, 0)
+        return targets
+
+
+class LlamaLayer:
+    """One decoder layer. Its residual stream is owned by the forward pass and changed in place."""
+
+    attention_class: type[LlamaAttention] = LlamaAttention
+    mlp_class: type[LlamaMLP] = LlamaMLP
+
+    def __init__(self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.attention = self.attention_class(config, layer_id, dtype, device)
+        self.mlp = self.mlp_class(config, dtype, device)
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+
+    def __call__(self, x: Tensor, residual: Tensor, angles: Angles, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Run the layer on the output of the one before.
+
+        Returns:
+            What is still to be added to the residual stream, and the stream.
+        """
+        x, residual = self.input_norm.add(x, residual)
+        x, residual = self.mlp_norm.add(self.attention(x, angles, context), residual)
+        return self.mlp(x), residual
+
+    def targets(self, prefix: str) -> Targets:
+        """The tensors of the checkpoint that fill it."""
+        return {
+            **self.attention.targets(f"{prefix}.self_attn"),
+            **self.mlp.targets(f"{prefix}.mlp"),
+            f"{prefix}.input_layernorm.weight": (self.input_norm.weight, 0),
+            f"{prefix}.post_attention_layernorm.weight": (self.mlp_norm.weight, 0),
+        }
+
+
+class LlamaModel:
+    """The whole decoder: token ids to logits.
+
+    Attributes:
+        config: what it is.
+        dtype: precision of weights and activations.
+        device: where it lies.
+    """
+
+    layer_class: type[LlamaLayer] = LlamaLayer
+
+    def __init__(self, config: ModelConfig, max_seq_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve the model's memory; the weights come afterwards through `targets`.
+
+        Args:
+            config: what it is.
+            max_seq_len: longest request, for the table of angles.
+            dtype: precision of weights and activations.
+            device: where it lies.
+        """
+        self.config, self.dtype, self.device = config, dtype, device
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.rotary = Rotary(config.rope, max_seq_len, device)
+        self.layers = [self.layer_class(config, i, dtype, device) for i in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        tied = self.embedding if config.tied else None
+        self.head = Head(config.vocab_size, config.hidden_size, dtype, device, tied)
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """Compute one step.
+
+        Args:
+            input_ids: (num_tokens,) int64.
+            context: positions, attention and which logits are wanted.
+
+        Returns:
+            (num_drawn, vocab_size) logits in the model's precision.
+        """
+        residual = self.embedding(input_ids)
+        x = torch.zeros_like(residual)
+        angles = self.rotary(context.positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, angles, context)
+        # Only rows that draw a token need the end of the model.
+        x, _ = self.norm.add(x.index_select(0, context.logits_index), residual.index_select(0, context.logits_index))
+        return self.head(x)
+
+    def targets(self) -> Targets:
+        """Every tensor that the checkpoint must hold."""
+        targets: Targets = {
+            "model.embed_tokens.weight": (self.embedding.weight, 0),
+            "model.norm.weight": (self.norm.weight, 0),
+        }
+        if self.head.weight is not None:
+            targets["lm_head.weight"] = (self.head.weight, 0)
+        for i, layer in enumerate(self.layers):
+            targets |= layer.targets(f"model.layers.{i}")
+        return targets
+
+    def optional_targets(self) -> Targets:
+        """Tensors that a checkpoint may hold besides."""
+        return {"rope_freqs.weight": (self.rotary, 0)}
+
+    def finish(self) -> None:
+        """Make the model usable, once every target is filled."""
+        self.head.finish()

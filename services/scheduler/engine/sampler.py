@@ -1,0 +1,253 @@
+"""Draws tokens from logits: greedy or by chance, with filters, and reports log probabilities.
+
+Chance is one number per token, made from the request's seed and the token's index alone, and turned into a token
+by the inverse of the cumulative distribution. So a draw does not depend on the batch, the slot, the threads or
+the device, and a request that starts again draws the same.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.scheduler.core.batch import BoolArray, IntArray, RowLogprobs, SlotSetup
+from services.scheduler.engine.logits import LogitsProcessors
+
+MIN_LOGPROB: Final = -9999.0
+"""Reported in place of anything less likely; JSON has no infinity."""
+_BLOCK: Final = 128
+"""Places that are summed together to find a draw's neighbourhood."""
+_CANDIDATES: Final = (128, 2048)
+"""How many of the likeliest tokens are looked at, in turn, before all are sorted."""
+
+Uint64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What was drawn, one place per row that draws.
+
+    Attributes:
+        tokens: (num_drawn,) token ids on the host; 0 in bad rows.
+        bad: (num_drawn,) rows whose logits were not numbers.
+        logprobs: place -> log probabilities, where asked for.
+    """
+
+    tokens: IntArray
+    bad: BoolArray
+    logprobs: dict[int, RowLogprobs]
+
+
+class Sampler:
+    """Per-slot parameters and the drawing itself. Lives on the thread of the device."""
+
+    def __init__(self, max_running: int, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._vocab_size = vocab_size
+        self._processors = LogitsProcessors(vocab_size, eos_token_ids)
+        self._temperature = np.zeros(max_running, dtype=np.float64)
+        self._top_k = np.zeros(max_running, dtype=np.int64)
+        self._top_p = np.ones(max_running, dtype=np.float64)
+        self._min_p = np.zeros(max_running, dtype=np.float64)
+        self._greedy = np.ones(max_running, dtype=np.bool_)
+        self._filtered = np.zeros(max_running, dtype=np.bool_)
+        self._seed = np.zeros(max_running, dtype=np.uint64)
+        self._num_logprobs = np.full(max_running, -1, dtype=np.int64)
+
+    def set_up(self, setup: SlotSetup) -> None:
+        """Begin a request in a slot."""
+        params, slot = setup.params, setup.slot
+        all_kept = params.top_k <= 0 or params.top_k >= self._vocab_size
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = self._vocab_size if all_kept else params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        # The likeliest token has at least an even share: a smaller top_p keeps that one alone.
+        self._greedy[slot] = params.is_greedy or params.top_p * self._vocab_size <= 1.0 or params.min_p >= 1.0
+        self._filtered[slot] = not all_kept or params.top_p < 1.0 or params.min_p > 0.0
+        self._seed[slot] = np.uint64(params.seed % 2**64)
+        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._processors.set_up(setup)
+
+    def draw(self, logits: Tensor, slots: IntArray, out_index: IntArray) -> Draws:
+        """Draw one token per row.
+
+        Args:
+            logits: (num_drawn, vocab_size); may be changed.
+            slots: (num_drawn,) slot of each row.
+            out_index: (num_drawn,) 1-based index of the token to draw.
+        """
+        logits = logits.float()
+        self._processors.apply(logits, slots, out_index)
+        peaks = logits.amax(-1)
+        # A NaN anywhere is the maximum of its row; all of a row at minus infinity cannot be drawn from either.
+        bad = ~torch.isfinite(peaks)
+        bad_host: BoolArray = bad.cpu().numpy()
+        if bad_host.any():
+            logits.masked_fill_(bad[:, None], 0.0)
+        tokens = np.zeros(len(slots), dtype=np.int64)
+        greedy = self._greedy[slots]
+        if greedy.any():
+            rows = np.flatnonzero(greedy)
+            tokens[rows] = _rows_of(logits, rows).argmax(-1).cpu().numpy()
+        if not greedy.all():
+            rows = np.flatnonzero(~greedy)
+            tokens[rows] = self._draw_by_chance(_rows_of(logits, rows), slots[rows], out_index[rows])
+        tokens[bad_host] = 0
+        logprobs = self._logprobs(logits, slots, tokens, bad_host)
+        self._processors.note(slots, tokens.astype(np.int32))
+        return Draws(tokens.astype(np.int32), bad_host, logprobs)
+
+    def _draw_by_chance(self, logits: Tensor, slots: IntArray, out_index: IntArray) -> npt.NDArray[np.int64]:
+        device = logits.device
+        temperature = torch.from_numpy(self._temperature[slots].astype(np.float32)).to(device)
+        probs = torch.softmax(logits / temperature[:, None], -1)
+        filtered = np.flatnonzero(self._filtered[slots])
+        if len(filtered):
+            chosen = slots[filtered]
+            kept = filter_probs(
+                _rows_of(probs, filtered), self._top_k[chosen], self._top_p[chosen], self._min_p[chosen]
+            )
+            if len(filtered) == len(slots):
+                probs = kept
+            else:
+                probs.index_copy_(0, torch.from_numpy(filtered).to(device), kept)
+        chance = torch.from_numpy(uniforms(self._seed[slots], out_index)).to(device)
+        tokens: npt.NDArray[np.int64] = inverse_cdf(probs, chance).cpu().numpy()
+        return tokens
+
+    def _logprobs(
+        self, logits: Tensor, slots: IntArray, tokens: npt.NDArray[np.int64], bad: BoolArray
+    ) -> dict[int, RowLogprobs]:
+        wanted = self._num_logprobs[slots]
+        rows = np.flatnonzero((wanted >= 0) & ~bad)
+        if not len(rows):
+            return {}
+        scores = torch.log_softmax(_rows_of(logits, rows), -1).clamp_(min=MIN_LOGPROB)
+        own = scores.gather(1, torch.from_numpy(tokens[rows]).to(scores.device)[:, None])[:, 0].cpu().numpy()
+        top, top_ids = scores.topk(max(1, int(wanted[rows].max())), -1)
+        values, ids = top.cpu().numpy(), top_ids.cpu().numpy().astype(np.int32)
+        return {
+            int(row): RowLogprobs(float(own[i]), ids[i, : wanted[row]], values[i, : wanted[row]])
+            for i, row in enumerate(rows)
+        }
+
+
+def uniforms(seeds: Uint64, indices: IntArray) -> npt.NDArray[np.float64]:
+    """Make one number in [0, 1) per (seed, index), the same everywhere and for ever.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), over the hashed seed plus a counter.
+
+    Args:
+        seeds: (n,) seeds of the requests.
+        indices: (n,) 1-based indices of the tokens.
+    """
+    keyed = _mix(seeds + np.uint64(0x9E3779B97F4A7C15))
+    mixed = _mix(_mix(keyed + indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ keyed)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: Uint64) -> Uint64:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def inverse_cdf(probs: Tensor, chance: Tensor) -> Tensor:
+    """Turn uniform numbers into tokens, in order of token id. Blocks first, then within one: exact and cheap.
+
+    Args:
+        probs: (rows, vocab_size) float32, not negative, some positive in each row; need not sum to 1.
+        chance: (rows,) float64 in [0, 1).
+
+    Returns:
+        (rows,) int64 ids, each with a positive probability.
+    """
+    rows, vocab_size = probs.shape
+    whole = vocab_size // _BLOCK * _BLOCK
+    blocks = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    if whole < vocab_size:
+        blocks = torch.cat((blocks, probs[:, whole:].sum(-1, keepdim=True)), 1)
+    block, before = _find(blocks.double(), chance, scale=True)
+    places = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    inside = probs.gather(1, places.clamp(max=vocab_size - 1)).double().masked_fill_(places >= vocab_size, 0.0)
+    place, _ = _find(inside, before, scale=False)
+    return block * _BLOCK + place
+
+
+def _find(weights: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
+    """Find the place where the running sum first exceeds a target.
+
+    Returns:
+        The place, and how far into it the target lies.
+    """
+    sums = weights.cumsum(-1)
+    total = sums[:, -1]
+    # Rounding must not carry a target past the end, where nothing has weight.
+    target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
+    place = torch.searchsorted(sums, target[:, None], right=True)
+    reached = target - (sums.gather(1, place) - weights.gather(1, place))[:, 0]
+    return place[:, 0], reached.clamp_(min=0.0)
+
+
+def filter_probs(
+    probs: Tensor,
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    min_p: npt.NDArray[np.float64],
+) -> Tensor:
+    """Set to 0 what top_k, then top_p of what is left, then min_p leave out. Equals at a border are kept.
+
+    Args:
+        probs: (rows, vocab_size) float32, summing to 1.
+        top_k: (rows,) how many of the likeliest to keep, 1 to vocab_size.
+        top_p: (rows,) share of what top_k left that the likeliest must reach.
+        min_p: (rows,) share of the likeliest token's probability that a token must have.
+    """
+    vocab_size = probs.shape[1]
+    floor: npt.NDArray[np.float64] = min_p * probs.amax(-1).double().cpu().numpy()
+    # With min_p alone nothing need be ordered; the others take as many candidates as they turn out to need.
+    waiting = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
+    for size in (*(size for size in _CANDIDATES if size < vocab_size), vocab_size):
+        rows = waiting[(top_k[waiting] <= size) | (top_k[waiting] == vocab_size)]
+        if len(rows):
+            best = _rows_of(probs, rows).topk(size, -1).values.double().cpu().numpy()
+            found, known = _smallest_kept(best, top_k[rows], top_p[rows], vocab_size)
+            floor[rows[known]] = np.maximum(floor[rows[known]], found[known])
+            waiting = np.setdiff1d(waiting, rows[known])
+    limits = torch.from_numpy(floor.astype(np.float32)).to(probs.device)
+    return probs.masked_fill(probs < limits[:, None], 0.0)
+
+
+def _smallest_kept(
+    best: npt.NDArray[np.float64], top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64], vocab_size: int
+) -> tuple[npt.NDArray[np.float64], BoolArray]:
+    """Find the smallest probability that top_k and top_p keep.
+
+    Args:
+        best: (rows, size) largest probabilities, falling.
+        top_k: (rows,) at most size, or vocab_size.
+        top_p: (rows,).
+        vocab_size: top_k of rows that keep all.
+
+    Returns:
+        (rows,) the probabilities, and which of them are right: for the others `best` does not reach far enough.
+    """
+    rows, size = np.arange(len(best)), best.shape[1]
+    sums = best.cumsum(-1)
+    limit = np.minimum(top_k, size)
+    mass = np.where(top_k <= size, sums[rows, limit - 1], 1.0)
+    # A token stays while those before it have not reached the share.
+    kept = ((sums - best) < (top_p * mass)[:, None]).sum(-1)
+    kept = np.where(top_p < 1.0, np.minimum(kept, limit), limit)
+    known = (top_k <= size) | (sums[:, -1] >= top_p * mass) | (size == vocab_size)
+    return best[rows, kept - 1], known
+
+
+def _rows_of(values: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
+    """Select rows, without a copy when they are all."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, torch.from_numpy(rows).to(values.device))
