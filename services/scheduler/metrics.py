@@ -10,10 +10,11 @@ from typing import Final, Literal
 
 from prometheus_client import Gauge
 
-from shared.metrics import LATENCY_BUCKETS, SHORT_BUCKETS, Metric, Metrics
+from services.scheduler.core.scheduler import SchedulerStats
+from shared.metrics import DEAD_LETTERS, LATENCY_BUCKETS, SHORT_BUCKETS, Metric, Metrics
 
-Part = Literal["plan", "launch", "wait", "settle", "publish"]
-Finished = Literal["stop", "length", "abort", "error", "moved"]
+Part = Literal["host", "launch", "wait", "device"]
+Cause = Literal["doorbell", "audit", "fence", "orphan"]
 ROWS_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 RUNNING: Final = Metric("millrace_requests_running", "gauge", "Requests with a slot")
@@ -39,12 +40,12 @@ PREFILL_TOKENS: Final = Metric("millrace_prefill_tokens_total", "counter", "Prom
 GENERATED_TOKENS: Final = Metric("millrace_generated_tokens_total", "counter", "Tokens drawn")
 STEPS: Final = Metric("millrace_steps_total", "counter", "Engine steps settled")
 STEP_SECONDS: Final = Metric(
-    "millrace_step_seconds", "histogram", "From the launch of a step to its settling", buckets=SHORT_BUCKETS
+    "millrace_step_seconds", "histogram", "Time of a step, as the loop's thread sees it", buckets=SHORT_BUCKETS
 )
 STEP_PART_SECONDS: Final = Metric(
     "millrace_step_part_seconds",
     "histogram",
-    "Host time of a step by part: plan, launch, wait, settle, publish",
+    "Time of a step by part: host (planning, settling), launch, wait (for the engine), device",
     ("part",),
     SHORT_BUCKETS,
 )
@@ -110,26 +111,43 @@ class Gauges:
     paused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of the step loop's thread by part, and of the device beside it."""
+
+    host: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    device: float = 0.0
+
+    def minus(self, other: "StepTimes") -> "StepTimes":
+        """Give what has been added since."""
+        return StepTimes(
+            self.host - other.host, self.launch - other.launch, self.wait - other.wait, self.device - other.device
+        )
+
+
 class SchedulerMetrics:
     """The recorder of one scheduler. Methods are cheap and may be called from any thread."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._prefill_tokens = metrics.counter(PREFILL_TOKENS)
-        self._generated = metrics.counter(GENERATED_TOKENS)
-        self._cache_queries = metrics.counter(CACHE_QUERY_TOKENS)
-        self._cache_hits = metrics.counter(CACHE_HIT_TOKENS)
+        self._following = tuple(
+            metrics.counter(m)
+            for m in (PREFILL_TOKENS, GENERATED_TOKENS, CACHE_QUERY_TOKENS, CACHE_HIT_TOKENS, RETRACTIONS)
+        )
+        self._followed = (0,) * len(self._following)
         self._steps = metrics.counter(STEPS)
         self._step_seconds = metrics.histogram(STEP_SECONDS)
         self._step_rows = metrics.histogram(STEP_ROWS)
         part_seconds = metrics.histogram(STEP_PART_SECONDS)
-        parts: tuple[Part, ...] = ("plan", "launch", "wait", "settle", "publish")
+        parts: tuple[Part, ...] = ("host", "launch", "wait", "device")
         self._parts = {part: part_seconds.labels(part) for part in parts}
-        self._retractions = metrics.counter(RETRACTIONS)
         self._finished = metrics.counter(FINISHED)
         self._aborts = metrics.counter(ABORTS)
         self._fences = metrics.counter(FENCES)
         self._takeovers = metrics.counter(TAKEOVERS)
+        self._dead_letters = metrics.counter(DEAD_LETTERS)
         self._log_restarts = metrics.counter(LOG_RESTARTS)
         self._queue_seconds = metrics.histogram(QUEUE_SECONDS)
         self._io_turn = metrics.histogram(IO_TURN_SECONDS)
@@ -137,34 +155,37 @@ class SchedulerMetrics:
         for reason in ("stop", "length", "abort", "error", "moved"):
             self._finished.labels(reason)
 
-    def step(self, rows: int, prefill_tokens: int, generated: int, seconds: float) -> None:
-        """Count one settled step: requests in it, prompt tokens computed, tokens drawn, launch to settle."""
+    def step(self, rows: int, times: StepTimes) -> None:
+        """Count one settled step: requests in it, and where its time went."""
         self._steps.inc()
         self._step_rows.observe(rows)
-        self._step_seconds.observe(seconds)
-        if prefill_tokens:
-            self._prefill_tokens.inc(prefill_tokens)
-        if generated:
-            self._generated.inc(generated)
+        self._step_seconds.observe(times.host + times.launch + times.wait)
+        self._parts["host"].observe(times.host)
+        self._parts["launch"].observe(times.launch)
+        self._parts["wait"].observe(times.wait)
+        self._parts["device"].observe(times.device)
 
-    def part(self, part: Part, seconds: float) -> None:
-        """Note the host time of one part of a step."""
-        self._parts[part].observe(seconds)
-
-    def lookup(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count one look into the prefix cache."""
-        self._cache_queries.inc(prompt_tokens)
-        self._cache_hits.inc(cached_tokens)
-
-    def retraction(self) -> None:
-        """Count a request put back because pages ran out."""
-        self._retractions.inc()
+    def follow(self, stats: SchedulerStats) -> None:
+        """Take in the scheduler's own counters, which only grow. One thread calls it."""
+        now = (
+            stats.prompt_tokens,
+            stats.generated_tokens,
+            stats.cache_query_tokens,
+            stats.cache_hit_tokens,
+            stats.retractions,
+        )
+        if now == self._followed:
+            return
+        for counter, value, before in zip(self._following, now, self._followed, strict=True):
+            if value > before:
+                counter.inc(value - before)
+        self._followed = now
 
     def finished(self, reason: str) -> None:
         """Count a request this engine is done with."""
         self._finished.labels(reason if reason in ("length", "abort", "error", "moved") else "stop").inc()
 
-    def aborted(self, cause: Literal["doorbell", "audit", "fence", "orphan"]) -> None:
+    def aborted(self, cause: Cause) -> None:
         """Count a request that was ended from outside."""
         self._aborts.labels(cause).inc()
         self._finished.labels("abort").inc()
@@ -176,6 +197,10 @@ class SchedulerMetrics:
     def takeover(self, why: Literal["crash", "drain"], count: int = 1) -> None:
         """Count entries taken from a dead engine, or handed over by this one."""
         self._takeovers.labels(why).inc(count)
+
+    def dead_letter(self, reason: Literal["poison", "unreadable"]) -> None:
+        """Count a request or entry that was given up."""
+        self._dead_letters.labels(reason).inc()
 
     def log_restart(self) -> None:
         """Count a request that starts again from its log."""

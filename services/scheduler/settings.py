@@ -4,11 +4,20 @@ Each field is the environment variable `MILLRACE_<FIELD>` and the launcher's fla
 bounds only; what a value means for a device is the engine's to decide.
 """
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_settings import NoDecode
 
 from shared.settings import ModelSettings
+
+
+def _split(value: Any) -> Any:
+    """Turn "1, 2" into (1, 2)."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+IdList = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split)]
 
 
 class SchedulerSettings(ModelSettings):
@@ -34,8 +43,10 @@ class SchedulerSettings(ModelSettings):
         disable_custom_all_reduce: NCCL alone between GPUs.
         threads: threads of one operation on a CPU; unset is all cores the process may use.
         fake_step_ms: time a step of the fake engine takes.
-        fake_vocab_size: ids the fake engine draws from.
-        step_timeout: seconds a launched step may take before the process is ended as stuck; 0 waits for ever.
+        fake_vocab_size: ids of the fake engine run below it.
+        fake_eos_every: on average one token in so many ends an answer of the fake engine; 0 is never.
+        fake_crash_marker: ids with commas; a prompt that holds them in a row ends the process.
+        fake_check: have the fake engine verify every batch.
     """
 
     health_port: int = Field(default=9102, ge=0, le=65535)
@@ -59,7 +70,9 @@ class SchedulerSettings(ModelSettings):
     threads: int | None = Field(default=None, ge=1)
     fake_step_ms: float = Field(default=1.0, ge=0.0)
     fake_vocab_size: int = Field(default=259, ge=4)
-    step_timeout: float = Field(default=300.0, ge=0.0)
+    fake_eos_every: int = Field(default=0, ge=0)
+    fake_crash_marker: IdList = ()
+    fake_check: bool = True
 
     @field_validator("attention_backend")
     @classmethod

@@ -1,0 +1,152 @@
+"""The way out: what a step has drawn becomes one entry per token stream, sent in order until it is acknowledged.
+
+Owns the order and the content of what is sent: both are fixed when an entry is first sent, because a retry must
+say the same. Belongs to the I/O thread; the step loop only posts its outputs.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from services.scheduler.agenda import Agenda
+from services.scheduler.core.batch import RowLogprobs
+from services.scheduler.core.link import StepOutput
+from services.scheduler.ledger import Held, Ledger
+from services.scheduler.metrics import SchedulerMetrics
+from shared.broker.call import Call
+from shared.broker.streams import length, publish_tokens
+from shared.keys import TOKENS_PAUSE_LEN, Keys
+from shared.messages import FinishReason, LogprobEntry, StepChunk
+
+SEND_COUNT: Final = 64
+"""Entries in one round trip at most; more wait only after the broker was away."""
+RESUME_LEN: Final = TOKENS_PAUSE_LEN // 2
+"""A pause ends when the longest stream is this short, so that it is not begun again at once."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One step entry: the call that sends it, and whose tokens up to which index it carries."""
+
+    call: Call[bytes]
+    stamp_ns: int
+    marks: list[tuple[Held, int, int]]  # (request, its attempt, index of its last token)
+
+
+class Outbox:
+    """Step outputs on their way to the token streams. I/O thread only."""
+
+    def __init__(
+        self, keys: Keys, model: str, me: str, ledger: Ledger, metrics: SchedulerMetrics, num_shards: int
+    ) -> None:
+        self._keys = keys
+        self._model = model
+        self._me = me
+        self._ledger = ledger
+        self._metrics = metrics
+        self._num_shards = num_shards
+        self._outputs: deque[StepOutput] = deque()
+        self._entries: deque[_Entry] = deque()
+        self._lengths: dict[int, int] = {}
+        self.full = False
+        """Whether the step loop must wait for the detokenizers."""
+
+    def __len__(self) -> int:
+        return len(self._outputs) + len(self._entries)
+
+    def put(self, output: StepOutput) -> None:
+        """Take the tokens of a step; what is said of requests that are no longer ours is left out."""
+        ledger = self._ledger
+        for place, (uid, attempt) in enumerate(zip(output.uids, output.attempts, strict=True)):
+            held = ledger.speaking(uid, attempt)
+            if held is not None:
+                token = output.tokens[place]
+                finish = output.finishes.get(place)
+                ledger.draw(held, output.firsts[place] if token >= 0 else held.drawn, finish is not None)
+                if finish is not None:
+                    self._metrics.finished(finish)
+        self._outputs.append(output)
+
+    def plan(self, agenda: Agenda) -> None:
+        """Add what is to be sent next."""
+        while self._outputs and len(self._entries) < SEND_COUNT:
+            self._seal(self._outputs.popleft())
+        for entry in list(self._entries)[:SEND_COUNT]:
+            agenda.add(entry.call, partial(self._on_sent, entry))
+
+    def plan_lengths(self, agenda: Agenda) -> None:
+        """Add a look at how much the detokenizers have before them."""
+        for shard in range(self._num_shards):
+            agenda.add(length(self._keys.tokens(self._model, shard)), partial(self._on_length, shard))
+
+    def _seal(self, output: StepOutput) -> None:
+        """Fix the content of a step's entries: one per token stream that has any of its tokens."""
+        ledger = self._ledger
+        places: dict[int, list[tuple[int, Held]]] = {}
+        for place, (uid, attempt) in enumerate(zip(output.uids, output.attempts, strict=True)):
+            held = ledger.speaking(uid, attempt)
+            if held is not None:
+                places.setdefault(held.shard, []).append((place, held))
+        for shard, found in places.items():
+            chunk = make_chunk(self._me, output, [place for place, _ in found])
+            marks = [(held, held.attempt, output.firsts[place] - (output.tokens[place] < 0)) for place, held in found]
+            call = publish_tokens(self._keys, self._model, shard, chunk)
+            self._entries.append(_Entry(call, output.stamp_ns, marks))
+
+    def _on_sent(self, entry: _Entry, entry_id: bytes) -> None:
+        head = self._entries.popleft()
+        assert head is entry, "step entries are acknowledged in their order"
+        for held, attempt, index in entry.marks:
+            if held.attempt == attempt:
+                held.unsent -= 1
+                held.sent = max(held.sent, index)
+                held.sent_id = entry_id
+        self._metrics.published((time.time_ns() - entry.stamp_ns) / 1e9)
+
+    def _on_length(self, shard: int, entries: int) -> None:
+        self._lengths[shard] = entries
+        longest = max(self._lengths.values())
+        self.full = longest > (RESUME_LEN if self.full else TOKENS_PAUSE_LEN)
+
+
+def make_chunk(engine: str, output: StepOutput, places: list[int]) -> StepChunk:
+    """Make the message about some places of a step; `counts` is left out when each has its one token."""
+    tokens = [output.tokens[place] for place in places]
+    counts: list[int] = []
+    if min(tokens) < 0:
+        counts = [int(token >= 0) for token in tokens]
+        tokens = [token for token in tokens if token >= 0]
+    return StepChunk(
+        engine,
+        output.stamp_ns,
+        [output.uids[place] for place in places],
+        [output.attempts[place] for place in places],
+        [output.firsts[place] for place in places],
+        tokens,
+        counts,
+        _renumber(output.finishes, places),
+        _renumber_starts(output.starts, places),
+        {
+            at: [_entry_of(output.tokens[place], output.logprobs[place])]
+            for at, place in enumerate(places)
+            if place in output.logprobs
+        }
+        if output.logprobs
+        else {},
+    )
+
+
+def _renumber(found: Mapping[int, FinishReason], places: list[int]) -> dict[int, FinishReason]:
+    return {at: found[place] for at, place in enumerate(places) if place in found} if found else {}
+
+
+def _renumber_starts(found: Mapping[int, tuple[int, int]], places: list[int]) -> dict[int, tuple[int, int]]:
+    return {at: found[place] for at, place in enumerate(places) if place in found} if found else {}
+
+
+def _entry_of(token_id: int, row: RowLogprobs) -> LogprobEntry:
+    top = [(int(i), float(p), b"") for i, p in zip(row.top_ids, row.top_logprobs, strict=True)]
+    return LogprobEntry(token_id, row.logprob, b"", top)

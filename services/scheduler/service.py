@@ -1,0 +1,245 @@
+"""The scheduler service: puts engine, scheduler, step loop and link together, and ends them in order.
+
+Owns the composition and the drain. Knows no rule of scheduling and no key of the broker.
+"""
+
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from services.scheduler.broker_link import BrokerLink, LinkConfig
+from services.scheduler.core.ports import Engine
+from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
+from services.scheduler.loop import StepLoop
+from services.scheduler.metrics import Gauges, SchedulerMetrics, StepTimes
+from services.scheduler.settings import SchedulerSettings
+from shared.errors import MillraceError
+from shared.messages import Heartbeat
+from shared.model_files import locate
+from shared.runtime import Life
+
+if TYPE_CHECKING:
+    from services.scheduler.engine.engine import EngineConfig
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S: Final = 5e-4
+"""The I/O thread waits at most so long for the interpreter while the step loop computes."""
+FLUSH_S: Final = 2.0
+"""Kept of the drain time for sending what is left and handing over."""
+FAKE_MAX_SEQ_LEN: Final = 8192
+FAKE_NUM_PAGES: Final = 4096
+FAKE_STEP_TOKENS: Final = 2048
+
+
+class SchedulerService:
+    """One scheduler with its engine. See `shared.runtime.Service`."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._engine: Engine | None = None
+        self._scheduler: Scheduler | None = None
+        self._loop: StepLoop | None = None
+        self._link: BrokerLink | None = None
+        self._metrics: SchedulerMetrics | None = None
+        self._life: Life | None = None
+        self._num_steps = 0
+        self._times = StepTimes()
+
+    # --- shared.runtime.Service
+
+    def prepare(self, life: Life) -> None:
+        """Load the model and build everything that needs no broker."""
+        life.readiness.missing("model")
+        self._life = life
+        self._metrics = SchedulerMetrics(life.metrics)
+        began = time.monotonic()
+        self._engine = build(self._settings)
+        limits = self._engine.limits
+        budget = self._settings.max_prefill_tokens or limits.max_step_tokens
+        self._scheduler = Scheduler(limits, SchedulerConfig(self._settings.cache, budget))
+        seconds = time.monotonic() - began
+        self._metrics.loaded(seconds)
+        log.info(
+            "engine ready after %.1f s: %d pages of %d tokens, %d slots, %d tokens of context",
+            seconds,
+            limits.num_pages,
+            limits.page_size,
+            limits.max_running,
+            limits.max_seq_len,
+        )
+        life.readiness.have("model")
+
+    def serve(self, life: Life) -> None:
+        """Step until the drain; then hand over what is left, or leave it to whoever comes."""
+        assert self._engine is not None and self._scheduler is not None and self._metrics is not None
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        config = LinkConfig(
+            me=life.incarnation,
+            model=self._settings.served_model_name,
+            fingerprint=self._engine.limits.fingerprint,
+            num_shards=life.heart.agreement.num_shards,
+            lease_s=self._settings.lease_s("scheduler"),
+            api_lease_s=self._settings.lease_s("api"),
+        )
+        link = BrokerLink(
+            life.broker, life.heart, config, self._metrics, on_report=self._on_report, on_failure=self._on_failure
+        )
+        loop = StepLoop(self._engine, link, self._scheduler, overlap=not self._settings.disable_overlap)
+        self._link, self._loop = link, loop
+        self._metrics.watch(self._read_gauges)
+        life.readiness.require("lease", lambda: life.heart.since_beat_s < config.lease_s)
+        link.start()
+        try:
+            loop.run()
+            life.pulse.rest()
+            self._leave(link, life)
+        finally:
+            self._engine.close()
+
+    def heartbeat(self, base: Heartbeat) -> Heartbeat:
+        """Add the engine's size and load."""
+        link, engine = self._link, self._engine
+        if link is None or engine is None:
+            return base
+        limits, load = engine.limits, link.load
+        return msgspec.structs.replace(
+            base,
+            fingerprint=limits.fingerprint,
+            max_seq_len=limits.max_seq_len,
+            num_running=load.num_running,
+            num_waiting=link.num_waiting,
+            queued_tokens=load.queued_tokens + link.queued_tokens,
+            max_running=limits.max_running,
+            free_pages=load.free_pages,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            tokens_per_s=load.tokens_per_s,
+        )
+
+    def reconnected(self) -> None:
+        """The broker is back: everything is compared with it before anything is sent."""
+        if self._link is not None:
+            self._link.lost_contact()
+
+    # --- the step loop's thread
+
+    def _on_report(self) -> None:
+        """Beat, keep the counters, and see whether it is time to end."""
+        life, loop, link = self._life, self._loop, self._link
+        assert life is not None and loop is not None and link is not None
+        life.beat()
+        self._record(loop)
+        if life.draining and self._may_leave(life, link):
+            loop.stop()
+            link.wake()
+
+    def _may_leave(self, life: Life, link: BrokerLink) -> bool:
+        """Say whether to stop stepping: somebody takes over, nothing is left, or the time is over."""
+        if link.has_survivors or not link.num_held:
+            return True
+        return life.drain_left_s() <= FLUSH_S
+
+    def _record(self, loop: StepLoop) -> None:
+        """Tell the metrics what has happened since the last report."""
+        assert self._metrics is not None and self._scheduler is not None
+        stats, metrics = loop.stats, self._metrics
+        metrics.follow(self._scheduler.stats)
+        if stats.steps == self._num_steps:
+            return
+        times = StepTimes(stats.python_s, stats.launch_s, stats.wait_s, stats.forward_s)
+        metrics.step(stats.rows, times.minus(self._times))
+        self._num_steps, self._times = stats.steps, times
+
+    # --- any thread
+
+    def _on_failure(self, reason: str) -> None:
+        assert self._life is not None and self._loop is not None and self._link is not None
+        self._life.fail(MillraceError(reason))
+        self._loop.stop()
+        self._link.wake()
+
+    def _read_gauges(self) -> Gauges:
+        assert self._engine is not None and self._scheduler is not None and self._link is not None
+        limits, pages, load = self._engine.limits, self._scheduler.pages, self._link.load
+        return Gauges(
+            running=load.num_running,
+            waiting=self._link.num_waiting,
+            queued_tokens=load.queued_tokens + self._link.queued_tokens,
+            slots=limits.max_running,
+            pages=limits.num_pages,
+            pages_free=pages.pool.num_free,
+            pages_cached=pages.cache.num_evictable,
+            unconfirmed=self._link.num_unconfirmed,
+            paused=self._link.paused,
+        )
+
+    # --- the end
+
+    def _leave(self, link: BrokerLink, life: Life) -> None:
+        """Send what is left and hand over; without a survivor the entries wait for whoever comes."""
+        left = max(0.5, min(life.drain_left_s(), 60.0))
+        if link.finish(left):
+            log.info("drained: nothing is left with this engine")
+        else:
+            log.warning("the requests that are left wait for the next engine")
+
+
+def build(settings: SchedulerSettings) -> Engine:
+    """Build the engine that the settings name.
+
+    Raises:
+        ConfigError: the model or the device cannot be served as set.
+    """
+    if settings.engine == "fake":
+        return FakeEngine(fake_config(settings))
+    from services.scheduler.engine.engine import build_engine  # torch only where it is used
+
+    files = locate(settings.model, settings.model_source, revision=settings.model_revision, weights=True)
+    return build_engine(engine_config(settings), files)
+
+
+def fake_config(settings: SchedulerSettings) -> FakeEngineConfig:
+    """Say how the fake engine is to behave."""
+    return FakeEngineConfig(
+        vocab_size=settings.fake_vocab_size,
+        num_pages=settings.num_pages or FAKE_NUM_PAGES,
+        page_size=settings.page_size,
+        max_running=settings.max_running_requests,
+        max_seq_len=settings.max_seq_len or FAKE_MAX_SEQ_LEN,
+        max_step_tokens=step_tokens(settings) or max(FAKE_STEP_TOKENS, settings.max_running_requests),
+        eos_every=settings.fake_eos_every,
+        base_ms=settings.fake_step_ms,
+        crash_marker=settings.fake_crash_marker,
+        check=settings.fake_check,
+    )
+
+
+def engine_config(settings: SchedulerSettings) -> "EngineConfig":
+    """Say how the real engine is to be built."""
+    from services.scheduler.engine.engine import EngineConfig
+
+    return EngineConfig(
+        device=settings.device,
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        attention_backend=settings.attention_backend,
+        page_size=settings.page_size,
+        num_pages=settings.num_pages,
+        memory_ratio=settings.memory_ratio,
+        max_running=settings.max_running_requests,
+        max_seq_len=settings.max_seq_len,
+        max_step_tokens=step_tokens(settings),
+        threads=settings.threads,
+    )
+
+
+def step_tokens(settings: SchedulerSettings) -> int | None:
+    """Give the tokens of one step: a full batch decodes beside a full share of prompts. None leaves it to the device."""
+    if settings.max_prefill_tokens is None:
+        return None
+    return settings.max_prefill_tokens + settings.max_running_requests
