@@ -1,14 +1,32 @@
 """The fake engine, `--engine fake`: scripted, torch-free, and strict about what it is asked to do.
 
-Every token is a hash of all tokens before it, so that a splice, a lost token or a wrong order shows in the
-text. With `check` on it keeps its own KV model and raises on any page, position or input that does not belong.
+Every token is a hash of all tokens before it (and of seed and index, when it is sampled), so a splice, a lost token
+or a wrong order changes everything behind it. With `check` on it also keeps a KV model: for each place of each
+page the token, its position and the hash of its prefix. A row that reads a place which does not hold its own past, or
+writes a page that anyone else in flight refers to, ends the engine.
+
+The hash of tokens t_0 .. t_n is the sum of (t_i + 1) * K**i modulo 2**64, which grows with one addition per token.
 """
 
+import os
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.scheduler.core.batch import Batch, StepResult
-from services.scheduler.core.ports import EngineLimits, Step
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.batch import FROM_DEVICE, Batch, BoolArray, IntArray, RowLogprobs, SlotSetup, StepResult
+from services.scheduler.core.ports import EngineFault, EngineLimits, Step
+from shared.sampling import SamplingParams
+
+HashArray = npt.NDArray[np.uint64]
+
+CRASH_STATUS = 70
+_K = np.uint64(0x9E3779B97F4A7C15)
+_TEXT = b"etaoin shrdlu etaoins hrdlcu mfwyp vbgk jqxz etaoin shrdlu etaoi"
+"""What is drawn from by default: lower-case letters and blanks, 64 of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +34,21 @@ class FakeEngineConfig:
     """Script and size of a fake engine.
 
     Attributes:
-        vocab_size: ids run below it. Ids under 256 are bytes; drawn ids are printable ASCII.
-        eos_token_ids: end tokens; drawn only as `eos_every` says.
+        vocab_size: ids run below it.
+        eos_token_ids: end tokens; the first is drawn as often as `eos_every` says.
+        text_ids: what else is drawn, by default letters and blanks of the byte vocabulary.
         eos_every: on average one token in so many is an end token; 0 for never.
         base_ms: time of a step, before what its rows add.
         row_us: added per decode row.
         token_us: added per prompt token.
         check: keep a KV model and verify every batch; off for speed.
-        crash_marker: a prompt with these ids in a row ends the process, as a poison request would.
-        nan_marker: a prompt with these ids in a row yields bad logits.
+        crash_marker: a prompt that holds these ids in a row ends the process, as a poison request would.
+        nan_marker: a prompt that holds these ids in a row yields bad logits.
     """
 
     vocab_size: int = 259
-    eos_token_ids: tuple[int, ...] = (257,)
+    eos_token_ids: tuple[int, ...] = (258,)
+    text_ids: tuple[int, ...] = ()
     num_pages: int = 4096
     page_size: int = 16
     max_running: int = 64
@@ -44,24 +64,268 @@ class FakeEngineConfig:
     fingerprint: str = "fake"
 
 
+class Corruption(EngineFault):
+    """A batch refers to a page, position or token that is not its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FakeStep:
+    """A launched batch, and when it is over."""
+
+    batch: Batch
+    ready_at: float
+    forward_ms: float
+
+
 class FakeEngine:
-    """An Engine without a model."""
+    """An Engine without a model. Steps are computed when they are waited for, in the order of their launch."""
 
     def __init__(self, config: FakeEngineConfig | None = None, *, crash: Callable[[], None] | None = None) -> None:
-        self.config = config or FakeEngineConfig()
+        self.config = config = config or FakeEngineConfig()
+        self._crash = crash or _end_process
+        self._script = _Script(config)
+        self._kv = _KvModel(config) if config.check else None
+        self._launched: deque[FakeStep] = deque()
+        self._free_at = 0.0
 
     @property
     def limits(self) -> EngineLimits:
         """What it can hold."""
-        raise NotImplementedError
+        config = self.config
+        return EngineLimits(
+            fingerprint=config.fingerprint,
+            vocab_size=config.vocab_size,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            max_seq_len=config.max_seq_len,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            max_running=config.max_running,
+            max_step_tokens=config.max_step_tokens,
+        )
 
     def launch(self, batch: Batch) -> Step:
         """Start a step behind those already launched."""
-        raise NotImplementedError
+        config = self.config
+        if any(_holds(setup.prompt_ids, config.crash_marker) for setup in batch.setups):
+            self._crash()
+        if self._kv is not None:
+            self._kv.admit(batch, [step.batch for step in self._launched])
+        num_prompt = int(batch.lengths[batch.num_decode :].sum())
+        forward_ms = config.base_ms + (config.row_us * batch.num_decode + config.token_us * num_prompt) / 1e3
+        self._free_at = max(time.monotonic(), self._free_at) + forward_ms / 1e3
+        step = FakeStep(batch, self._free_at, forward_ms)
+        self._launched.append(step)
+        return step
 
     def wait(self, step: Step) -> StepResult:
-        """Block until the step's time is over."""
-        raise NotImplementedError
+        """Block until the step's time is over.
+
+        Raises:
+            Corruption: the batch reads or writes what is not its own.
+        """
+        oldest = self._launched.popleft()
+        if oldest is not step:
+            raise EngineFault("steps are waited for in the order of their launch")
+        left = oldest.ready_at - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        return self._script.run(oldest.batch, self._kv, oldest.forward_ms)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Forget what is in flight."""
+        self._launched.clear()
+
+
+class _Script:
+    """What each slot has said, and what it says next."""
+
+    def __init__(self, config: FakeEngineConfig) -> None:
+        num, self._config = config.max_running, config
+        text = config.text_ids or tuple(i for i in _TEXT if i < config.vocab_size) or tuple(range(config.vocab_size))
+        self._text: IntArray = np.array(text, np.int32)
+        self._eos: IntArray = np.array(config.eos_token_ids, np.int32)
+        with np.errstate(over="ignore"):
+            powers = np.cumprod(np.full(config.max_seq_len + 1, _K, np.uint64))
+        self._powers: HashArray = np.concatenate([np.ones(1, np.uint64), powers])
+        self._tokens: IntArray = np.zeros((num, config.max_seq_len + 2), np.int32)
+        self._length: IntArray = np.zeros(num, np.int32)
+        self._prompt_len: IntArray = np.zeros(num, np.int32)
+        self._hash: HashArray = np.zeros(num, np.uint64)
+        self._seed: HashArray = np.zeros(num, np.uint64)
+        self._sampled: BoolArray = np.zeros(num, np.bool_)
+        self._bad: BoolArray = np.zeros(num, np.bool_)
+        self._special: BoolArray = np.zeros(num, np.bool_)
+        self._params = [SamplingParams()] * num
+
+    def run(self, batch: Batch, kv: "_KvModel | None", forward_ms: float) -> StepResult:
+        """Compute a step."""
+        for setup in batch.setups:
+            self._set_up(setup)
+        if kv is not None:
+            kv.compute(batch, self._tokens, self._length, self._prompt_len, self._powers)
+        rows = np.flatnonzero(batch.sample)
+        slots = batch.slots[rows]
+        token_ids = np.full(batch.num_rows, -1, np.int32)
+        token_ids[rows] = drawn = self._draw(slots, batch.out_index[rows])
+        length = self._length[slots]
+        self._tokens[slots, length] = drawn
+        self._hash[slots] += (drawn.astype(np.uint64) + np.uint64(1)) * self._powers[length]
+        self._length[slots] = length + 1
+        bad = np.zeros(batch.num_rows, np.bool_)
+        bad[rows] = self._bad[slots]
+        logprobs = {}
+        for row in rows[self._special[slots]].tolist():
+            top = self._params[batch.slots[row]].logprobs
+            if top is not None:
+                logprobs[row] = self._logprobs(int(token_ids[row]), top)
+        return StepResult(token_ids, bad, logprobs, forward_ms)
+
+    def _set_up(self, setup: SlotSetup) -> None:
+        slot, params = setup.slot, setup.params
+        ids = np.concatenate([setup.prompt_ids, setup.output_ids])
+        self._tokens[slot, : len(ids)] = ids
+        self._length[slot], self._prompt_len[slot] = len(ids), len(setup.prompt_ids)
+        self._hash[slot] = _prefix_hashes(ids, self._powers)[-1]
+        self._seed[slot] = np.uint64(params.seed % 2**64)
+        self._sampled[slot] = not params.is_greedy
+        self._bad[slot] = _holds(setup.prompt_ids, self._config.nan_marker)
+        self._special[slot] = bool(params.logit_bias) or params.min_tokens > 0 or params.logprobs is not None
+        self._params[slot] = params
+
+    def _draw(self, slots: IntArray, index: IntArray) -> IntArray:
+        """Draw one token per slot from the hash of its tokens and, when it is sampled, of its seed and the index."""
+        chance = _mix(self._seed[slots] + _mix(index.astype(np.uint64)))
+        bits = _mix(self._hash[slots] ^ np.where(self._sampled[slots], chance, np.uint64(0)))
+        drawn = self._pick(bits)
+        for i in np.flatnonzero(self._special[slots]).tolist():
+            drawn[i] = self._steer(int(drawn[i]), bits[i : i + 1], self._params[slots[i]], int(index[i]))
+        return drawn
+
+    def _pick(self, bits: HashArray) -> IntArray:
+        """Turn bits into tokens."""
+        picked = self._text[(bits % np.uint64(len(self._text))).astype(np.intp)]
+        if self._config.eos_every > 0 and len(self._eos):
+            ends = (bits >> np.uint64(32)) % np.uint64(self._config.eos_every) == 0
+            picked = np.where(ends, self._eos[0], picked)
+        return picked
+
+    def _steer(self, drawn: int, bits: HashArray, params: SamplingParams, index: int) -> int:
+        """Apply logit bias (strong ones force or forbid, weak ones do nothing) and min_tokens."""
+        forbidden = {i for i, bias in params.logit_bias.items() if bias <= -50}
+        if index <= params.min_tokens:
+            forbidden |= {*self._eos.tolist(), *params.stop_token_ids}
+        forced: list[tuple[float, int]] = [
+            (-bias, i) for i, bias in params.logit_bias.items() if bias >= 50 and i not in forbidden
+        ]
+        if forced:
+            forced.sort()
+            return forced[0][1]
+        if drawn in forbidden:
+            allowed = sorted({*self._text.tolist()} - forbidden) or [
+                i for i in range(self._config.vocab_size) if i not in forbidden
+            ]
+            return int(allowed[int(bits[0]) % len(allowed)])
+        return drawn
+
+    def _logprobs(self, drawn: int, top: int) -> RowLogprobs:
+        others = [i for i in range(min(top + 1, self._config.vocab_size)) if i != drawn]
+        ids = np.array([drawn, *others][:top], np.int32)
+        return RowLogprobs(-0.125, ids, -0.125 * np.arange(1, len(ids) + 1, dtype=np.float32))
+
+
+class _KvModel:
+    """What the pages hold: per place the token, its position and the hash of its prefix."""
+
+    def __init__(self, config: FakeEngineConfig) -> None:
+        self._config = config
+        places = config.num_pages * config.page_size
+        self._tokens: IntArray = np.full(places, -1, np.int32)
+        self._positions: IntArray = np.full(places, -1, np.int32)
+        self._hashes: HashArray = np.zeros(places, np.uint64)
+        self._next_step = 0
+
+    def admit(self, batch: Batch, in_flight: list[Batch]) -> None:
+        """Check that a batch fits the limits, and that what it takes or writes is nobody else's."""
+        config, slots, ends = self._config, batch.slots, batch.starts + batch.lengths
+        _require(batch.step == self._next_step, f"step {batch.step} where {self._next_step} was due")
+        self._next_step += 1
+        _require(len(in_flight) < 2, "three steps in flight")
+        _require(0 < len(slots) <= config.max_running, f"{len(slots)} rows")
+        _require(len(np.unique(slots)) == len(slots), "a slot has two rows")
+        _require(bool(((slots >= 0) & (slots < config.max_running)).all()), "a slot out of range")
+        _require(len(batch.input_ids) == batch.lengths.sum() <= config.max_step_tokens, "number of input ids")
+        _require(bool((batch.lengths > 0).all() and (batch.starts >= 0).all()), "an empty row")
+        _require(bool((batch.lengths[: batch.num_decode] == 1).all()), "a decode row of more than one token")
+        _require(int(ends.max()) <= config.max_seq_len, "a row beyond the context")
+        _require(bool(((batch.page_table >= 0) & (batch.page_table < config.num_pages)).all()), "a page out of range")
+        began = {setup.slot for setup in batch.setups}
+        busy = {int(slot) for other in in_flight for slot in other.slots}
+        _require(not began & busy, f"slots {began & busy} change hands while a step in flight refers to them")
+        _require(began <= set(slots.tolist()), "a setup without a row")
+        users: dict[int, set[int]] = {}
+        for other in [*in_flight, batch]:
+            for row, slot in enumerate(other.slots.tolist()):
+                last = (other.starts[row] + other.lengths[row] - 1) // config.page_size
+                for page in other.page_table[row, : last + 1].tolist():
+                    users.setdefault(page, set()).add(slot)
+        for row, slot in enumerate(slots.tolist()):
+            first, last = batch.starts[row] // config.page_size, (ends[row] - 1) // config.page_size
+            for page in batch.page_table[row, first : last + 1].tolist():
+                _require(users[page] == {slot}, f"page {page} is written by slot {slot} and used by {users[page]}")
+
+    def compute(
+        self, batch: Batch, tokens: IntArray, length: IntArray, prompt_len: IntArray, powers: HashArray
+    ) -> None:
+        """Check what each row reads against what its slot has said, then write what it computes."""
+        size, at = self._config.page_size, 0
+        for row, slot in enumerate(batch.slots.tolist()):
+            start, end = int(batch.starts[row]), int(batch.starts[row] + batch.lengths[row])
+            given = batch.input_ids[at : at + end - start]
+            at += end - start
+            past = tokens[slot, :end]
+            name = f"step {batch.step}, slot {slot}, tokens {start} to {end}"
+            _require(end <= length[slot], f"{name}: only {length[slot]} are known")
+            _require(bool(((given == past[start:]) | (given == FROM_DEVICE)).all()), f"{name}: other input ids")
+            if batch.sample[row]:
+                _require(end == length[slot], f"{name}: draws from the middle of {length[slot]}")
+                _require(batch.out_index[row] == end - prompt_len[slot] + 1, f"{name}: index {batch.out_index[row]}")
+            positions = np.arange(end)
+            places = batch.page_table[row, positions // size] * size + positions % size
+            hashes = _prefix_hashes(past, powers)
+            read, written = places[:start], places[start:]
+            sound = self._positions[read] == positions[:start]
+            sound &= (self._tokens[read] == past[:start]) & (self._hashes[read] == hashes[:start])
+            _require(bool(sound.all()), f"{name}: KV of position {int(sound.argmin()) if start else 0} is not its own")
+            self._tokens[written], self._positions[written] = past[start:], positions[start:]
+            self._hashes[written] = hashes[start:]
+
+
+def _prefix_hashes(ids: IntArray, powers: HashArray) -> HashArray:
+    """Hash of each prefix of some tokens: (n,)."""
+    hashes: HashArray = np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * powers[: len(ids)], dtype=np.uint64)
+    return hashes
+
+
+def _mix(x: HashArray) -> HashArray:
+    """Spread the bits. Source: the finaliser of splitmix64 (Sebastiano Vigna, public domain)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _holds(ids: IntArray, marker: tuple[int, ...]) -> bool:
+    """Whether the marker occurs in the ids; an empty one never does."""
+    if not marker or len(ids) < len(marker):
+        return False
+    windows = np.lib.stride_tricks.sliding_window_view(ids, len(marker))
+    return bool((windows == np.array(marker)).all(axis=1).any())
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Corruption(what)
+
+
+def _end_process() -> None:
+    """Die at once, without a word, as a segmentation fault would."""
+    os._exit(CRASH_STATUS)
