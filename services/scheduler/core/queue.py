@@ -14,7 +14,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_IDLE_ACCOUNTS = 1024
-"""Accounts of tenants with nothing waiting that one priority remembers before it drops those that no longer matter."""
+"""Accounts of tenants with nothing waiting that a priority remembers before it drops those that no longer matter.
+
+All of them are dropped when nothing waits any more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +121,15 @@ class WaitingQueue(Generic[T]):
             heapq.heappop(heap)
         if not heap:
             del level.heaps[entry.tenant]
+            if not level.heaps:
+                del self._levels[entry.priority]
         return entry.item
 
     def _head(self) -> str | None:
-        """Uid that is next: a level without waiting tenants stays only for its accounts."""
-        urgent = min((priority for priority, level in self._levels.items() if level.heaps), default=None)
-        if urgent is None:
+        """Uid that is next."""
+        if not self._levels:
             return None
-        level = self._levels[urgent]
+        level = self._levels[min(self._levels)]
         return level.heaps[level.next()][0][2]
 
     def _waits(self, place: tuple[int, int, str]) -> bool:
