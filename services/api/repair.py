@@ -111,7 +111,8 @@ class Repair:
         job = choice.exchange.job
         if not self._fleet.living("scheduler", job.model):
             return
-        if choice.entry and await self._broker.run(is_queued(self._broker.keys, job.model, choice.entry)):
+        queued = await self._broker.run(is_queued(self._broker.keys, job.model, choice.entry or b"0-0"))
+        if queued:
             choice.held_at = time.monotonic()
             return
         choice.unheld += 1
