@@ -239,7 +239,7 @@ def engine_config(settings: SchedulerSettings) -> "EngineConfig":
 
 
 def step_tokens(settings: SchedulerSettings) -> int | None:
-    """Give the tokens of one step: a full batch decodes beside a full share of prompts. None leaves it to the device."""
+    """Give the tokens of one step: a full batch decodes beside a full share of prompts. None: the device decides."""
     if settings.max_prefill_tokens is None:
         return None
     return settings.max_prefill_tokens + settings.max_running_requests
