@@ -20,6 +20,7 @@ from services.api.schema import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
+    ResponseFormat,
     Sampling,
     check_tree,
 )
@@ -62,11 +63,7 @@ def chat_job(body: ChatRequest, max_depth: int) -> Job:
         kwargs = {"reasoning_effort": body.reasoning_effort, **kwargs}
     if body.top_logprobs is not None and not body.logprobs:
         raise _bad("top_logprobs", "needs logprobs to be true")
-    max_tokens = body.max_tokens
-    if body.max_completion_tokens is not None:
-        if max_tokens is not None:
-            raise _bad("max_completion_tokens", "cannot be set together with max_tokens")
-        max_tokens = body.max_completion_tokens
+    max_tokens = _limit(body, None)
     if max_tokens == 0:
         raise _bad("max_tokens", "must be at least 1")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -87,8 +84,9 @@ def completion_job(body: CompletionRequest) -> Job:
         raise _unsupported("suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported("best_of", "only best_of equal to n is supported")
+    _check_format(body.response_format)
     prompts = _prompts(body.prompt)
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = _limit(body, COMPLETION_MAX_TOKENS)
     job = _job("completion", body.model, prompts, body, max_tokens, body.logprobs)
     if body.echo:
         if body.logprobs is not None:
@@ -114,7 +112,7 @@ def generate_job(body: GenerateRequest, default_model: str) -> Job:
         raise _bad("prompt", "must be one prompt here")
     if body.stream is None:
         body.stream = True
-    max_tokens = GENERATE_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = _limit(body, GENERATE_MAX_TOKENS)
     return _job("generate", body.model or default_model, prompts, body, max_tokens, None)
 
 
@@ -170,6 +168,15 @@ def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> Sam
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def _limit(body: Sampling, default: int | None) -> int | None:
+    """Give the tokens to produce at most, under either of its names."""
+    if body.max_completion_tokens is None:
+        return default if body.max_tokens is None else body.max_tokens
+    if body.max_tokens is not None:
+        raise _bad("max_completion_tokens", "cannot be set together with max_tokens")
+    return body.max_completion_tokens
 
 
 def _or(value: float | None, default: float) -> float:
@@ -292,8 +299,12 @@ def _tools(body: ChatRequest, max_depth: int) -> list[dict[str, Any]] | None:
     return plain if plain and choice == "auto" else None
 
 
-def _check_unsupported_chat(body: ChatRequest) -> None:
-    if body.response_format is not None and body.response_format.type != "text":
+def _check_format(given: ResponseFormat | None) -> None:
+    if given is not None and given.type != "text":
         raise _unsupported("response_format", "only the type text is supported by this server")
+
+
+def _check_unsupported_chat(body: ChatRequest) -> None:
+    _check_format(body.response_format)
     if body.modalities is not None and body.modalities != ["text"]:
         raise _unsupported("modalities", "only text is supported by this server")

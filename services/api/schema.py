@@ -116,6 +116,7 @@ class Sampling(_Ignored):
     """What all three routes share: how to draw, when to stop, how to answer."""
 
     max_tokens: CountOrZero | None = None
+    max_completion_tokens: Count | None = None
     n: Choices | None = None
     seed: Annotated[int, Meta(ge=SEED_MIN, le=SEED_MAX)] | None = None
     temperature: Temperature | None = None
@@ -144,7 +145,6 @@ class ChatRequest(Sampling, kw_only=True):
 
     model: str
     messages: list[ChatMessage]
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
@@ -162,7 +162,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """POST /v1/completions. `prompt` is text, token ids, or a list of either."""
+    """POST /v1/completions. `prompt` is text, token ids, or a list of either; chat's fields may be there as null."""
 
     model: str
     prompt: Any = None
@@ -170,7 +170,11 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: Choices | None = None
+    top_logprobs: None = None
+    response_format: ResponseFormat | None = None
     reasoning_effort: None = None
+    tools: None = None
+    tool_choice: None = None
 
 
 class GenerateRequest(Sampling, kw_only=True):
