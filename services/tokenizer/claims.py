@@ -78,8 +78,9 @@ class Claims:
         consumers = self._broker.run(list_consumers(self._broker.keys, self._model))
         for consumer in sorted(self._gone(consumers, dead, now)):
             self._inherit(consumer, beat)
+            del consumers[consumer]
         for incarnation, last in self._dead().items():
-            if not consumers.get(incarnation):
+            if incarnation not in consumers:
                 self._broker.run(retire(self._broker.keys, "tokenizer", incarnation, last))
         self._seen_dead = dead
 
