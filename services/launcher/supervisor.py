@@ -16,7 +16,7 @@ from services.launcher.run_files import RunFiles
 STOP_ORDER: Final = ("api", "tokenizer", "scheduler", "detokenizer", "redis")
 """Against the stream: first nobody asks any more, then nobody produces, then nobody carries."""
 
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _LOOK_S: Final = 0.1
 _WATCH_S: Final = 1.0
 _GRACE_S: Final = 2.0
@@ -52,12 +52,14 @@ class Supervisor:
         self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s
         self._fatal_codes = fatal_codes
+        # What was ignored before us (nohup ignores SIGHUP) stays ignored; a blocked signal would arrive all the same.
+        self._stop_signals = {s for s in _STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
         self._announced = False
         self._progress = Progress()
 
     def run(self) -> int:
         """Serve until told to stop; give the exit code (0: everything ended by itself)."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*self._stop_signals, signal.SIGCHLD})
         try:
             for child in self._children:
                 self._launch(child)
@@ -65,6 +67,7 @@ class Supervisor:
                 stop = self._pause(self._wait_s())
                 if stop is not None:
                     self._progress.clear()
+                    say(f"{stop.name}: stopping")
                     return self._stop(quick=stop == signal.SIGINT)
                 if not self._revive():
                     self._stop(quick=True)
@@ -93,7 +96,7 @@ class Supervisor:
 
     def _pause(self, timeout_s: float) -> signal.Signals | None:
         """Wait for a signal; give it if it asks to stop."""
-        info = signal.sigtimedwait({*_STOP_SIGNALS, signal.SIGCHLD}, timeout_s)
+        info = signal.sigtimedwait({*self._stop_signals, signal.SIGCHLD}, timeout_s)
         if info is None or info.si_signo == signal.SIGCHLD:
             return None
         return signal.Signals(info.si_signo)
@@ -124,7 +127,7 @@ class Supervisor:
     def _look(self) -> None:
         """Ask those that do not serve yet; announce the whole once."""
         for child in self._children:
-            if signal.sigpending() & set(_STOP_SIGNALS):
+            if signal.sigpending() & self._stop_signals:
                 return
             if not child.ready and child.probe() and self._announced:
                 say(f"{child.spec.instance} is ready again")

@@ -142,6 +142,19 @@ def test_a_stop_signal_ends_all_against_the_stream(start: Start, tmp_path: Path,
     assert not (launch.folder / "pids.json").exists()
 
 
+def test_a_hangup_that_was_ignored_before_stays_ignored(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launch = start({"api-0": []})
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    pids = launch.wait_ready()
+    launch.process.send_signal(signal.SIGHUP)
+    os.kill(pids["api-0"], signal.SIGKILL)
+    eventually(lambda: launch.pids().get("api-0") not in (None, pids["api-0"]), "it goes on")
+    assert launch.end(signal.SIGTERM) == 0
+
+
 def test_ctrl_c_ends_even_those_that_will_not_within_five_seconds(start: Start) -> None:
     launch = start({f"{role}-0": ["--stubborn"] for role in ("api", "tokenizer", "scheduler", "detokenizer")})
     pids = launch.wait_ready()
