@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 from shared.broker import server
 from shared.broker.call import Call
 from shared.broker.conversation import LOST, Commands, converse, translate
-from shared.broker.dial import async_dialer, dialer
+from shared.broker.dial import SOCKET_TIMEOUT_S, async_dialer, dialer
 from shared.errors import BrokerDown
 from shared.keys import Keys
 from shared.settings import RedisSettings
@@ -93,7 +93,10 @@ class Broker:
             ConfigError: the server is too old or a cluster, or the installation speaks another wire version.
             BrokerDown, BrokerError: as `run`.
         """
-        return _judge(self.keys, *self.run_many(_questions(self.keys)))
+        _warn(self.run(server.info()))  # alone: a cluster would not even take the next question
+        agreement = self.run(server.agree(self.keys))
+        server.check_agreement(self.keys, agreement)
+        return agreement
 
     def close(self) -> None:
         """Close the connections of all threads. A later call connects anew."""
@@ -170,7 +173,10 @@ class AsyncBroker:
 
     async def prepare(self) -> server.Agreement:
         """Check the server and agree with the rest of the installation. Raises as `Broker.prepare`."""
-        return _judge(self.keys, *await self.run_many(_questions(self.keys)))
+        _warn(await self.run(server.info()))
+        agreement = await self.run(server.agree(self.keys))
+        server.check_agreement(self.keys, agreement)
+        return agreement
 
     async def close(self) -> None:
         """Close the connections that no call is using; a call that is cancelled closes its own."""
@@ -198,9 +204,10 @@ class AsyncBroker:
     async def _exchange(self, commands: Commands) -> list[Any]:
         connection = self._idle.pop() if self._idle else self._dialer.dial()
         try:
-            await connection.connect()
-            await connection.send_packed_command(connection.pack_commands(commands))
-            answers = [await self._answer(connection) for _ in commands]
+            async with asyncio.timeout(SOCKET_TIMEOUT_S):
+                await connection.connect()
+                await connection.send_packed_command(connection.pack_commands(commands))
+                answers = [await self._answer(connection) for _ in commands]
         except BaseException as e:  # a cancelled call too leaves unread answers behind
             await connection.disconnect(nowait=True)
             if isinstance(e, LOST):
@@ -217,12 +224,6 @@ class AsyncBroker:
             return e
 
 
-def _questions(keys: Keys) -> list[Call[Any]]:
-    return [server.info(), server.agree(keys)]
-
-
-def _judge(keys: Keys, info: server.ServerInfo, agreement: server.Agreement) -> server.Agreement:
+def _warn(info: server.ServerInfo) -> None:
     for warning in server.check(info):
         _log.warning("%s", warning)
-    server.check_agreement(keys, agreement)
-    return agreement

@@ -71,7 +71,8 @@ def dialer(settings: RedisSettings, name: str) -> Dialer:
 def async_dialer(settings: RedisSettings, name: str) -> Dialer:
     """Prepare connections for an event loop. Raises as `dialer`."""
     target = parse_url(settings.redis_url)
-    options = _options(settings, target, name) | {"retry": _async_retry.Retry(NoBackoff(), 0)}
+    # Its own timeout loses cancellations (`asyncio.wait_for` before Python 3.12): AsyncBroker keeps the time itself.
+    options = _options(settings, target, name) | {"retry": _async_retry.Retry(NoBackoff(), 0), "socket_timeout": None}
     if target.service:
         sentinel = _async_sentinel.Sentinel(
             list(target.hosts),
