@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shared.broker import control, replies, streams
 from shared.broker.connection import Broker
-from shared.broker.log_id import NO_LOG, LogId, make_end_id, make_log_id, split_log_id
+from shared.broker.log_id import NO_LOG, LogId, is_end, make_end_id, make_log_id, split_log_id
 from shared.broker.replies import EndEntry, FenceEntry, Item, OpenEntry, Terminal
 from shared.broker.streams import FIRST, Choice
 from shared.ids import new_uid
@@ -62,6 +62,7 @@ class Front:
         self.chunks: list[StepChunk] = []
         self.refused = 0
         self._positions = dict.fromkeys(range(SHARDS), FIRST)
+        self._states: dict[str, Reply] = {}
 
     # --- api and tokenizer
 
@@ -137,8 +138,15 @@ class Front:
 
     def finish(self, *uids: str, timeout_s: float = 30.0) -> list[Reply]:
         """Pump until all of these have ended, and give their logs."""
-        self.until(lambda: all(self.reply(uid).ended for uid in uids), f"{len(uids)} ends", timeout_s)
+        self.until(lambda: all(map(is_end, self.last_ids(uids))), f"{len(uids)} ends", timeout_s)
         return [self.reply(uid) for uid in uids]
+
+    def last_ids(self, uids: Sequence[str]) -> list[LogId]:
+        return self.broker.run_many([replies.last_id(self.keys, uid) for uid in uids])
+
+    def said(self, *uids: str) -> int:
+        """Give the fewest tokens in any of these logs."""
+        return min(split_log_id(last)[1] for last in self.last_ids(uids))
 
     def reply(self, uid: str) -> Reply:
         """Read a log, and check its order."""
@@ -171,7 +179,9 @@ class Front:
             self._append(uid, chunk.attempts[place], chunk.firsts[place], tokens, chunk, place)
 
     def _append(self, uid: str, attempt: int, first: int, tokens: list[int], chunk: StepChunk, place: int) -> None:
-        state = self.reply(uid)
+        state = self._states.get(uid)
+        if state is None or split_log_id(state.last)[0] != attempt or first > len(state.tokens) + 1:
+            state = self._states[uid] = self.reply(uid)
         if not state.last or state.ended or split_log_id(state.last)[0] != attempt or first > len(state.tokens) + 1:
             self.refused += 1
             return
@@ -187,6 +197,10 @@ class Front:
         (last,) = self.broker.run(replies.append(self.keys, [item]))
         if last != log_id:
             self.refused += 1
+            del self._states[uid]
+        else:
+            state.last, state.finish = log_id, finish
+            state.tokens += new
 
 
 class FrontThread:
