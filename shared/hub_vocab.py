@@ -4,6 +4,7 @@ It finds out, once, what the library's parts mean in bytes, so that decoding nee
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from shared.errors import ConfigError
 from shared.gguf_vocab import build_tokenizer
 from shared.model_files import ModelFiles
-from shared.vocab import Vocabulary
+from shared.vocabulary import Vocabulary
 
 SPACE_MARK: Final = "\u2581"
 """SentencePiece writes a blank as this."""
@@ -25,6 +26,10 @@ _KEEPING_SPLITTERS: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "Spli
 _DOCUMENT_START: Final = "<|endoftext|>"
 
 Json = Mapping[str, Any]
+
+# The library's own threads are one pool for all: two very long texts would fill it, and every short one would wait
+# behind them. Without it each text is encoded on the thread that asks.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class _HubEncoder:

@@ -320,8 +320,9 @@ def _field(fields: Sequence[bytes], name: bytes) -> bytes:
 
 
 def _queue_entry(entry_id: bytes, fields: Sequence[bytes], deliveries: int = 1) -> QueueEntry:
-    uids = [value.decode() for key, value in pairs(fields) if key == b"u"]
-    return QueueEntry(entry_id, uids, _field(fields, b"m"), deliveries)
+    # As below, a stranger's entry is for its reader to bury: it must not make the whole answer unreadable.
+    uids = [value.decode(errors="replace") for key, value in pairs(fields) if key == b"u"]
+    return QueueEntry(entry_id, uids, dict(pairs(fields)).get(b"m", b""), deliveries)
 
 
 def _generate_entry(entry_id: bytes, fields: Sequence[bytes]) -> GenerateEntry:

@@ -185,10 +185,14 @@ def test_an_entry_that_cannot_be_read_is_buried_and_ended(rig: Rig, worker: Work
     stream = rig.keys.tokenize(MODEL)
     rig.broker.run(command("DEL", stream))
     rig.broker.run(command("XADD", stream, "*", "u", request.uids[0], "m", b"\xc1nothing of ours"))
+    rig.broker.run(command("XADD", stream, "*", "stranger", "1"))
     (good,) = rig.send("b")
     worker.turn(0)
     assert rig.error_of(request.uids[0]) == (500, "internal_error")
-    assert [(d.uid, d.reason) for d in rig.dead_letters()] == [(request.uids[0], "tokenizer_unreadable")]
+    assert [(d.uid, d.reason) for d in rig.dead_letters()] == [
+        ("", "tokenizer_unreadable"),
+        (request.uids[0], "tokenizer_unreadable"),
+    ]
     assert [r.uid for r in rig.generated("e1")] == [good] and rig.queue_len() == 0
 
 
