@@ -31,7 +31,7 @@ class DecodeSet:
         """Put in a slot whose prompt is planned whole."""
         lengths = self._slots.planned_len
         place = int(np.searchsorted(-lengths[self._order], -lengths[slot], side="right"))
-        self._order = np.insert(self._order, place, slot).astype(np.int32, copy=False)
+        self._order = np.concatenate([self._order[:place], np.array([slot], np.int32), self._order[place:]])
 
     def remove(self, slot: int) -> None:
         """Take out a slot, if it is there."""

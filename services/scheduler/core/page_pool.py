@@ -113,6 +113,6 @@ class PagePool:
         if wrong.any():
             page = int(pages[wrong][0])
             raise PageFault(f"page {page} is {_STATE_NAMES[self._state[page]]}, cannot become {_STATE_NAMES[to]}")
-        if len(pages) > 1 and len(np.unique(pages)) != len(pages):
+        if len(set(pages.tolist())) != len(pages):
             raise PageFault(f"a page is named twice on its way to {_STATE_NAMES[to]}")
         self._state[pages] = to

@@ -238,12 +238,11 @@ class Scheduler:
 
     def load(self, tokens_per_s: float = 0.0) -> Load:
         """Say how much runs and how much more could."""
-        num_ready = len(self.prefill.ready)
-        spare = self.slots.num_slots - self.slots.num_taken - num_ready
+        full = self.prefill.blocked or not self.admits
         return Load(
             num_running=self.slots.num_taken,
-            num_ready=num_ready,
-            free_slots=0 if self.prefill.blocked or not self.admits else max(0, spare),
+            num_ready=len(self.prefill.ready),
+            free_slots=0 if full else self.slots.num_slots - self.slots.num_taken,
             free_pages=self.pages.num_available,
             queued_tokens=self.prefill.ready.num_tokens,
             tokens_per_s=tokens_per_s,

@@ -1,0 +1,84 @@
+import random
+
+import pytest
+
+from services.scheduler.core.cost_model import MIN_CHUNK_TOKENS, CostModel, StepShape
+
+
+def _true_ms(shape: StepShape) -> float:
+    return (
+        2.0
+        + 0.004 * shape.decode_rows
+        + 2e-5 * shape.decode_kv
+        + 0.002 * shape.prefill_tokens
+        + (1.5e-7 * shape.prefill_reads)
+    )
+
+
+def _shape(rng: random.Random, prompt: bool) -> StepShape:
+    rows = rng.randint(1, 256)
+    tokens = rng.randint(16, 2048) if prompt else 0
+    return StepShape(rows, rows * rng.randint(10, 1500), tokens, tokens * rng.uniform(0, 30_000))
+
+
+def _fitted(noise: float = 0.0, steps: int = 400) -> CostModel:
+    rng, model = random.Random(1), CostModel()
+    for i in range(steps):
+        shape = _shape(rng, prompt=i % 3 == 0)
+        model.observe(shape, _true_ms(shape) * (1 + rng.uniform(-noise, noise)))
+    return model
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_prediction_follows_what_was_seen(noise):
+    rng, model = random.Random(2), _fitted(noise)
+    for i in range(50):
+        shape = _shape(rng, prompt=i % 2 == 0)
+        assert model.predict_ms(shape) == pytest.approx(_true_ms(shape), rel=0.02 + noise)
+
+
+@pytest.mark.parametrize("depth", [0, 1000, 32_000])
+def test_budget_fills_the_step_up_to_its_ratio(depth):
+    model, decode = _fitted(), StepShape(64, 64 * 800, 0, 0.0)
+    tokens = model.prefill_budget(decode, depth, 2.5)
+    mixed = StepShape(64, 64 * 800, tokens, tokens * (depth + tokens / 2))
+    assert _true_ms(mixed) == pytest.approx(2.5 * _true_ms(decode), rel=0.03)
+
+
+def test_deep_prompts_get_smaller_chunks_but_never_none():
+    model, decode = _fitted(), StepShape(1, 100, 0, 0.0)
+    budgets = [model.prefill_budget(decode, depth, 2.0) for depth in (0, 10_000, 100_000, 10**9)]
+    assert budgets == sorted(budgets, reverse=True) and budgets[-1] == MIN_CHUNK_TOKENS
+
+
+def test_it_says_nothing_before_it_knows_both_kinds_of_step():
+    model, decode = CostModel(), StepShape(1, 100, 0, 0.0)
+    for _ in range(100):
+        model.observe(decode, 2.0)
+    assert model.prefill_budget(decode, 0, 2.5) is None
+    for _ in range(100):
+        model.observe(StepShape(1, 100, 100, 5000.0), 0.0)
+    assert not model.is_fitted, "steps of unknown duration teach nothing"
+    assert _fitted().prefill_budget(decode, 0, 0.0) is None, "0 switches it off"
+
+
+def test_a_long_time_of_equal_steps_does_not_spoil_it():
+    model, decode = _fitted(), StepShape(64, 64 * 800, 0, 0.0)
+    for _ in range(50_000):
+        model.observe(decode, _true_ms(decode))
+    tokens = model.prefill_budget(decode, 0, 2.5)
+    assert tokens is not None and 500 < tokens < 5000
+    rng = random.Random(3)
+    for i in range(100):
+        shape = _shape(rng, prompt=i % 2 == 0)
+        model.observe(shape, _true_ms(shape))
+    assert model.predict_ms(decode) == pytest.approx(_true_ms(decode), rel=0.05)
+
+
+def test_a_machine_that_becomes_slower_is_noticed():
+    rng, model = random.Random(4), _fitted()
+    for i in range(1500):
+        shape = _shape(rng, prompt=i % 3 == 0)
+        model.observe(shape, 2 * _true_ms(shape))
+    shape = _shape(rng, prompt=False)
+    assert model.predict_ms(shape) == pytest.approx(2 * _true_ms(shape), rel=0.05)
