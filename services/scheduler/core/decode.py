@@ -59,3 +59,9 @@ class DecodeSet:
         if not goes_on.all():
             self._order = slots[goes_on]
         return slots, starts
+
+    def check(self) -> None:
+        """Check that its slots are taken, once each, and longest first; AssertionError says which is not so."""
+        assert len(np.unique(self._order)) == len(self._order), "a slot decodes twice"
+        assert self._slots.taken[self._order].all(), "a slot decodes that nobody has"
+        assert (np.diff(self._slots.planned_len[self._order]) <= 0).all(), "the decode set is not longest first"

@@ -103,9 +103,18 @@ def make_req(arrival: Arrival, limits: EngineLimits, number: int) -> Req:
     )
 
 
-def error_body(error: RequestError) -> ErrorBody:
-    """Put an error into the words of the wire."""
-    return ErrorBody(error.status, error.message, error.type, error.code, error.param)
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that ended with an error; the scheduler has forgotten it."""
+
+    uid: str
+    attempt: int
+    error: ErrorBody
+
+    @classmethod
+    def of(cls, uid: str, attempt: int, error: RequestError) -> "Failure":
+        """Put an error into the words of the wire."""
+        return cls(uid, attempt, ErrorBody(error.status, error.message, error.type, error.code, error.param))
 
 
 def _checked_ids(ids: Sequence[int], vocab_size: int) -> IntArray:

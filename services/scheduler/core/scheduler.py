@@ -5,7 +5,7 @@ thread. A step is planned with `plan`, launched by the loop, and settled with `s
 the two up to two steps are in flight, and nothing that they refer to is given to anyone else.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,10 +22,10 @@ from services.scheduler.core.ports import EngineLimits
 from services.scheduler.core.prefill import Prefill
 from services.scheduler.core.prefix_cache import NaiveCache
 from services.scheduler.core.radix_tree import RadixTree
-from services.scheduler.core.req import Req, error_body, make_req
+from services.scheduler.core.req import Failure, Req, make_req
 from services.scheduler.core.slots import SlotTable
 from shared.errors import ConfigError, RequestError, ServerFault
-from shared.messages import ErrorBody, FinishReason
+from shared.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,7 @@ class SchedulerStats:
     forgotten: int = 0
     bad_rows: int = 0
     refused: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request that ended with an error; the scheduler has forgotten it."""
-
-    uid: str
-    attempt: int
-    error: ErrorBody
+    finished: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +133,12 @@ class Scheduler:
             req = make_req(arrival, self.limits, self._num_arrivals)
         except RequestError as e:
             self.stats.refused += 1
-            self._failures.append(Failure(uid, arrival.attempt, error_body(e)))
+            self._failures.append(Failure.of(uid, arrival.attempt, e))
             return
         finish = self._rules.of(req)
         if finish is not None:
             self._endings.append((req, finish))
-            self._count_finish(finish)
+            self.stats.finished[finish] += 1
             return
         self._reqs[uid] = req
         self.prefill.ready.add(req)
@@ -252,15 +243,10 @@ class Scheduler:
         """Check that slots, pages and pins are whole; AssertionError says which is not. For tests and idle time."""
         self.slots.check()
         self.pages.check()
-        live = self.slots.live()
-        assert {id(req) for req in live} | {id(req) for req in self.prefill.ready} == {
-            id(req) for req in self._reqs.values()
-        }, "a request is in no place, or in two"
-        assert len(live) + len(self.prefill.ready) == len(self._reqs), "a request is in two places"
-        decoding = self.decode.order
-        assert len(np.unique(decoding)) == len(decoding) and self.slots.taken[decoding].all(), "the decode set is off"
-        lengths = self.slots.planned_len[decoding]
-        assert (np.diff(lengths) <= 0).all(), "the decode set is not longest first"
+        live, ready = self.slots.live(), list(self.prefill.ready)
+        assert {*live, *ready} == {*self._reqs.values()}, "a request is in no place"
+        assert len(live) + len(ready) == len(self._reqs), "a request is in two places"
+        self.decode.check()
 
     def _make_room(self) -> bool:
         """Get each decode row a page for its next token, by retraction if need be; False: settle a step first.
@@ -306,7 +292,7 @@ class Scheduler:
         finishes = self._rules.of_rows(table, slots, ids, positions + 1)
         for place, finish in finishes.items():
             self._end(table.req(int(slots[place])))
-            self._count_finish(finish)
+            self.stats.finished[finish] += 1
         self.stats.generated_tokens += len(drawn)
         rows = {int(row): place for place, row in enumerate(drawn)} if result.logprobs else {}
         return StepOutput(
@@ -328,13 +314,13 @@ class Scheduler:
 
     def _fail_rows(self, slots: IntArray) -> None:
         """End requests whose logits were not numbers; nothing of them enters the cache."""
-        error = error_body(ServerFault("The model computed no valid numbers for this request.", code="bad_logits"))
+        error = ServerFault("The model computed no valid numbers for this request.", code="bad_logits")
         for slot in slots.tolist():
             req = self.slots.req(slot)
             req.verified = False
             self._end(req)
             self.stats.bad_rows += 1
-            self._failures.append(Failure(req.uid, req.attempt, error))
+            self._failures.append(Failure.of(req.uid, req.attempt, error))
 
     def _share(self, req: Req) -> None:
         """Give what settled steps have computed of a request to the prefix cache."""
@@ -356,9 +342,6 @@ class Scheduler:
         self.decode.remove(slot)
         self.pages.close(slot, int(self.slots.last_step[slot]), self._settled_step)
         self.slots.take_back(req, self._settled_step)
-
-    def _count_finish(self, finish: FinishReason) -> None:
-        self.stats.finished[finish] = self.stats.finished.get(finish, 0) + 1
 
     def _count_admissions(self) -> None:
         self.stats.cache_query_tokens = self.prefill.num_query_tokens
