@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +16,6 @@ from services.scheduler.loop import StepLoop
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.connection import Broker
 from shared.heart import Heart
-from shared.keys import Role
 from shared.messages import Heartbeat
 from shared.metrics import Metrics
 from shared.settings import RedisSettings
@@ -25,7 +23,6 @@ from tests.fakes.front import SHARDS, Front
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
-LEASES: Mapping[Role, float] = {"scheduler": 1.0, "api": 1.0}
 
 
 class SchedulerProcess:
@@ -99,7 +96,9 @@ class SchedulerProcess:
 class HostedEngine:
     """Loop, link and heart of one engine in threads of the test."""
 
-    def __init__(self, redis: RedisSettings, name: str, fake: FakeEngineConfig | None = None) -> None:
+    def __init__(
+        self, redis: RedisSettings, name: str, fake: FakeEngineConfig | None = None, *, api_lease_s: float = 60.0
+    ) -> None:
         self.me = name
         self.broker = Broker(redis)
         self.registry = Metrics("scheduler", name, "tiny", "0")
@@ -112,13 +111,13 @@ class HostedEngine:
             self._describe,
             self.registry,
             watch=("api",),
-            leases=LEASES,
+            leases={"scheduler": 1.0, "api": api_lease_s},
             interval_s=0.1,
             on_up=self._on_up,
         )
         self.engine = FakeEngine(fake or FakeEngineConfig(base_ms=2.0))
         self.scheduler = Scheduler(self.engine.limits)
-        config = LinkConfig(name, "tiny", "fake", SHARDS, lease_s=1.0, api_lease_s=1.0)
+        config = LinkConfig(name, "tiny", "fake", SHARDS, lease_s=1.0, api_lease_s=api_lease_s)
         self.failures: list[str] = []
         self.link = BrokerLink(
             self.broker,

@@ -22,12 +22,14 @@ from shared.messages import (
     Heartbeat,
     Prompt,
     ReplyHeader,
+    Said,
     StepChunk,
     TokenizeRequest,
     decode,
     encode,
 )
 from shared.sampling import SamplingParams
+from tests.redis_keys import command
 
 REPLICA = "api-test"
 SHARDS = 4
@@ -109,6 +111,27 @@ class Front:
         error = ErrorBody(499, "gone", "aborted")
         return self.broker.run(replies.end(self.keys, uid, Delta(0, [], "", error=error)))
 
+    def end_without_doorbell(self, uid: str) -> None:
+        """End a request, and delete the abort key before any engine can have seen it."""
+        blob = encode(Delta(0, [], "", error=ErrorBody(499, "gone", "aborted")))
+        said = split_log_id(self.last_ids([uid])[0])[1]
+        self.broker.run(command("XADD", self.keys.reply(uid), make_end_id(said), "k", "e", "t", blob))
+
+    def open_again(self, uid: str, engine: str, said: list[int], *, max_tokens: int) -> None:
+        """Repair a request, as its api does after the broker lost data: with what the client was told."""
+        params = SamplingParams(max_tokens=max_tokens)
+        tokenize = TokenizeRequest([uid], [Prompt(token_ids=[1, 2, 3])], 1, [0], params, self.model)
+        while True:
+            (last,) = self.last_ids([uid])
+            choice = Choice(uid, ReplyHeader(REPLICA), last, 0, Said(said, ""))
+            if self.broker.run(streams.open_request(self.keys, tokenize, [choice], cap=None)).outcome == "OK":
+                break
+        self.move(engine, GenerateRequest(uid, [1, 2, 3], params))
+
+    def forget(self, uid: str) -> None:
+        """Forget what was known of a uid, as a detokenizer that starts anew."""
+        self._states.pop(uid, None)
+
     def entries(self, engine: str) -> list[str]:
         """Give the uids in an engine's stream."""
         return [uid for _, uid in self.broker.run(streams.list_held(self.keys, engine))]
@@ -128,6 +151,11 @@ class Front:
             self.chunks.append(chunk)
             self._say(chunk)
             self.broker.run(streams.drop_tokens(self.keys, self.model, entry.shard, [entry.entry_id]))
+
+    def unsaid(self) -> list[StepChunk]:
+        """Look at what waits in the token streams, without saying it."""
+        call = streams.read_tokens(self.keys, self.model, dict.fromkeys(self._positions, FIRST), count=10_000)
+        return [decode(StepChunk, entry.payload) for entry in self.broker.run(call)]
 
     def until(self, condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
         """Pump until a condition holds."""
