@@ -54,7 +54,7 @@ RETRACTIONS: Final = Metric(
     "millrace_retractions_total", "counter", "Requests put back to the queue because pages ran out"
 )
 FINISHED: Final = Metric(
-    "millrace_requests_finished_total",
+    "millrace_engine_requests_finished_total",
     "counter",
     "Requests this engine is done with: stop, length, abort, error, moved (to another engine)",
     ("reason",),

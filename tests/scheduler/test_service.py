@@ -126,7 +126,7 @@ def test_aborts_at_every_moment_free_slots_and_pages(front: Front, start: Start)
     assert {reply.finish or "aborted" for reply in found} == {"length", "aborted"}
     eventually(lambda: is_quiet(front, engine), "slots and pages are free")
     seen = process.metrics(front)
-    finished = sum(value for key, value in seen.items() if key.startswith("millrace_requests_finished_total"))
+    finished = sum(value for key, value in seen.items() if key.startswith("millrace_engine_requests_finished_total"))
     assert finished == len(uids)
     assert seen["millrace_requests_running"] == seen["millrace_requests_waiting"] == 0
     assert seen['millrace_kv_pages{state="live"}'] == 0

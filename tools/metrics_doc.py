@@ -1,0 +1,37 @@
+"""Write `docs/metrics.md` from the metric tables: `python -m tools.metrics_doc`. A test keeps the two equal."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from services.api.metrics import TABLE as API
+from services.detokenizer.metrics import TABLE as DETOKENIZER
+from services.scheduler.metrics import TABLE as SCHEDULER
+from services.tokenizer.metrics import TABLE as TOKENIZER
+from shared.metrics import COMMON, Metric, table
+
+PATH: Final = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+HEAD: Final = """\
+# Metrics
+
+Every service answers `/metrics` in the text format of Prometheus. Names keep base units; labels come from closed
+sets, never from what a client sends. Process and garbage collector metrics of the Prometheus client are there too.
+This page is written from the tables in `shared/metrics.py` and each service's `metrics.py`.
+"""
+TABLES: Final[Mapping[str, Sequence[Metric]]] = {
+    "every service": COMMON,
+    "the api": [m for m in API if m not in COMMON],
+    "the tokenizer": [m for m in TOKENIZER if m not in COMMON],
+    "the scheduler": [m for m in SCHEDULER if m not in COMMON],
+    "the detokenizer": [m for m in DETOKENIZER if m not in COMMON],
+}
+"""Where a metric comes from -> its rows."""
+
+
+def render() -> str:
+    """Give the text of the page."""
+    return HEAD + "".join(f"\n## Of {service}\n\n{table(rows)}" for service, rows in TABLES.items())
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")
