@@ -35,6 +35,7 @@ class KVCache:
         self.head_dim = head_dim
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
         self._pool = _zeros(shape, dtype, device)
+        self._used = np.zeros(num_pages, dtype=np.bool_)
         self.keys = [self._pool[i, 0] for i in range(num_layers)]
         self.values = [self._pool[i, 1] for i in range(num_layers)]
         # The same memory as rows: one per token and head to store, one per page and head to read.
@@ -48,13 +49,15 @@ class KVCache:
         """Size of the pool."""
         return self._pool.nbytes
 
-    def clear_pages(self, pages: Tensor) -> None:
+    def clear_pages(self, pages: np.ndarray) -> None:
         """Zero pages that change hands: a former user's NaN must not reach the next through masked places.
 
         Args:
-            pages: (n,) int64.
+            pages: (n,) pages that get their first token in this step.
         """
-        self._pool.index_fill_(2, pages, 0)
+        for page in pages[self._used[pages]].tolist():
+            self._pool[:, :, page].zero_()
+        self._used[pages] = True
 
     def store(self, layer_id: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the keys and values of new tokens.
@@ -76,8 +79,8 @@ class KVCache:
     def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Rows to store at, of tokens at offsets within pages: (num_tokens * num_kv_heads,) int64."""
         heads = np.arange(self.num_kv_heads, dtype=np.int64)
-        rows = (pages.astype(np.int64)[:, None] * self.num_kv_heads + heads) * self.page_size + offsets[:, None]
-        return rows.reshape(-1)
+        rows = (pages[:, None] * self.num_kv_heads + heads) * self.page_size + offsets[:, None]
+        return np.asarray(rows, dtype=np.int64).reshape(-1)
 
 
 def bytes_per_page(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -165,9 +165,9 @@ def inverse_cdf(probs: Tensor, chance: Tensor) -> Tensor:
     Returns:
         (rows,) int64 ids, each with a positive probability.
     """
-    rows, vocab_size = probs.shape
+    vocab_size = probs.shape[1]
     whole = vocab_size // _BLOCK * _BLOCK
-    blocks = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    blocks = probs[:, :whole].view(len(probs), -1, _BLOCK).sum(-1)
     if whole < vocab_size:
         blocks = torch.cat((blocks, probs[:, whole:].sum(-1, keepdim=True)), 1)
     block, before = _find(blocks.double(), chance, scale=True)

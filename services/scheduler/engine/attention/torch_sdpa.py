@@ -35,7 +35,7 @@ class TorchAttention:
         pages = rows.page_table[rows.token_rows, columns]
         fresh = pages[offsets == 0]
         if len(fresh):
-            cache.clear_pages(self._index(fresh))
+            cache.clear_pages(fresh)
         stores = self._index(cache.token_rows(pages, offsets))
         groups = make_buckets(rows.lengths, rows.starts + rows.lengths)
         return TorchPlan(cache, stores, [self._bucket(rows, group) for group in groups])

@@ -46,7 +46,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """Cosines and sines of a step's tokens, (num_tokens, 1, rotary_dim) float32; the first half of the sines is negated."""
+    """Of a step's tokens, (num_tokens, 1, rotary_dim) float32; the first half of the sines is negated."""
 
     cos: Tensor
     sin: Tensor

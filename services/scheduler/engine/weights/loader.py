@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from tqdm import tqdm
 
-from services.scheduler.engine.layers.weight import Source
+from services.scheduler.engine.layers.weight import Fillable, Source
 from services.scheduler.engine.models.llama import LlamaModel, Targets
 from services.scheduler.engine.weights.dummy import dummy_sources
 from services.scheduler.engine.weights.gguf import open_gguf
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _MEANINGLESS: Final = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
 """Tensors that old checkpoints hold and that nothing reads."""
 _MAX_NAMES: Final = 5
+_Filling = tuple[Source, tuple[Fillable, int]]
 
 
 def load_weights(model: LlamaModel, files: "ModelFiles", load_format: str) -> None:
@@ -80,5 +81,5 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def _progress(items: Iterable[tuple[Source, tuple]], total: int) -> Iterable[tuple[Source, tuple]]:  # type: ignore[type-arg]
+def _progress(items: Iterable[_Filling], total: int) -> Iterable[_Filling]:
     return tqdm(items, total=total, desc="loading weights", unit="tensor", leave=False, disable=not sys.stderr.isatty())

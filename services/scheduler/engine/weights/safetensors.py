@@ -25,7 +25,7 @@ def open_safetensors(folder: Path) -> Mapping[str, Source]:
     sources: dict[str, Source] = {}
     for path in _shards(folder):
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as e:
             raise ConfigError(f"{path}: not readable as safetensors: {e}") from e
         for name in file.keys():  # noqa: SIM118 - not a mapping
