@@ -179,12 +179,16 @@ class Ledger:
             self._suspects.add(held.uid)
         self.version += 1
 
-    def draw(self, held: Held, index: int, finished: bool) -> None:
-        """Note that the loop has published tokens up to `index`, or the end."""
-        held.drawn = max(held.drawn, index)
+    def draw(self, held: Held, index: int) -> None:
+        """Note that the loop has published tokens up to `index`."""
+        held.drawn = index
         held.unsent += 1
-        self._fresh.discard(held.uid)
-        if finished and held.phase is Phase.LIVE:
+        if self._fresh:
+            self._fresh.discard(held.uid)
+
+    def finish(self, held: Held) -> None:
+        """Note that a request is computed to its end; it is held until its terminal is in the log."""
+        if held.phase is Phase.LIVE:
             held.phase = Phase.FINISHED
             del self._live[held.uid]
             self.version += 1

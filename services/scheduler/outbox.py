@@ -29,11 +29,11 @@ RESUME_LEN: Final = TOKENS_PAUSE_LEN // 2
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One step entry: the call that sends it, and whose tokens up to which index it carries."""
+    """One step entry: the call that sends it, and which places of which step it carries."""
 
     call: Call[bytes]
-    stamp_ns: int
-    marks: list[tuple[Held, int, int]]  # (request, its attempt, index of its last token)
+    output: StepOutput
+    found: list[tuple[int, Held]]
 
 
 class Outbox:
@@ -48,32 +48,40 @@ class Outbox:
         self._ledger = ledger
         self._metrics = metrics
         self._num_shards = num_shards
-        self._outputs: deque[StepOutput] = deque()
+        self._steps: deque[tuple[StepOutput, dict[int, list[tuple[int, Held]]], int]] = deque()
         self._entries: deque[_Entry] = deque()
         self._lengths: dict[int, int] = {}
         self.full = False
         """Whether the step loop must wait for the detokenizers."""
 
     def __len__(self) -> int:
-        return len(self._outputs) + len(self._entries)
+        return len(self._steps) + len(self._entries)
 
     def put(self, output: StepOutput) -> None:
         """Take the tokens of a step; what is said of requests that are no longer ours is left out."""
         ledger = self._ledger
-        for place, (uid, attempt) in enumerate(zip(output.uids, output.attempts, strict=True)):
-            held = ledger.speaking(uid, attempt)
-            if held is not None:
-                token = output.tokens[place]
-                finish = output.finishes.get(place)
-                ledger.draw(held, output.firsts[place] if token >= 0 else held.drawn, finish is not None)
-                if finish is not None:
-                    self._metrics.finished(finish)
-        self._outputs.append(output)
+        shards: dict[int, list[tuple[int, Held]]] = {}
+        finishes = output.finishes
+        for place, uid in enumerate(output.uids):
+            held = ledger.speaking(uid, output.attempts[place])
+            if held is None:
+                continue
+            index = output.firsts[place] - (output.tokens[place] < 0)
+            ledger.draw(held, index)
+            if place in finishes:
+                ledger.finish(held)
+                self._metrics.finished(finishes[place])
+            found = shards.get(held.shard)
+            if found is None:
+                shards[held.shard] = [(place, held)]
+            else:
+                found.append((place, held))
+        self._steps.append((output, shards, ledger.version))
 
     def plan(self, agenda: Agenda) -> None:
         """Add what is to be sent next."""
-        while self._outputs and len(self._entries) < SEND_COUNT:
-            self._seal(self._outputs.popleft())
+        while self._steps and len(self._entries) < SEND_COUNT:
+            self._seal(*self._steps.popleft())
         for entry in list(self._entries)[:SEND_COUNT]:
             agenda.add(entry.call, partial(self._on_sent, entry))
 
@@ -82,29 +90,31 @@ class Outbox:
         for shard in range(self._num_shards):
             agenda.add(length(self._keys.tokens(self._model, shard)), partial(self._on_length, shard))
 
-    def _seal(self, output: StepOutput) -> None:
+    def _seal(self, output: StepOutput, shards: dict[int, list[tuple[int, Held]]], version: int) -> None:
         """Fix the content of a step's entries: one per token stream that has any of its tokens."""
-        ledger = self._ledger
-        places: dict[int, list[tuple[int, Held]]] = {}
-        for place, (uid, attempt) in enumerate(zip(output.uids, output.attempts, strict=True)):
-            held = ledger.speaking(uid, attempt)
-            if held is not None:
-                places.setdefault(held.shard, []).append((place, held))
-        for shard, found in places.items():
-            chunk = make_chunk(self._me, output, [place for place, _ in found])
-            marks = [(held, held.attempt, output.firsts[place] - (output.tokens[place] < 0)) for place, held in found]
+        stale = version != self._ledger.version  # some have left since the step was taken in
+        for shard, found in shards.items():
+            places = [place for place, held in found if not stale or self._speaks(held, output.attempts[place])]
+            if not places:
+                continue
+            chunk = make_chunk(self._me, output, places)
+            kept = found if len(places) == len(found) else [one for one in found if one[0] in set(places)]
             call = publish_tokens(self._keys, self._model, shard, chunk)
-            self._entries.append(_Entry(call, output.stamp_ns, marks))
+            self._entries.append(_Entry(call, output, kept))
+
+    def _speaks(self, held: Held, attempt: int) -> bool:
+        return self._ledger.speaking(held.uid, attempt) is held
 
     def _on_sent(self, entry: _Entry, entry_id: bytes) -> None:
         head = self._entries.popleft()
         assert head is entry, "step entries are acknowledged in their order"
-        for held, attempt, index in entry.marks:
-            if held.attempt == attempt:
+        attempts, firsts, tokens = entry.output.attempts, entry.output.firsts, entry.output.tokens
+        for place, held in entry.found:
+            if held.attempt == attempts[place]:
                 held.unsent -= 1
-                held.sent = max(held.sent, index)
+                held.sent = firsts[place] - (tokens[place] < 0)
                 held.sent_id = entry_id
-        self._metrics.published((time.time_ns() - entry.stamp_ns) / 1e9)
+        self._metrics.published((time.time_ns() - entry.output.stamp_ns) / 1e9)
 
     def _on_length(self, shard: int, entries: int) -> None:
         self._lengths[shard] = entries

@@ -118,7 +118,7 @@ class Broker:
         connection = self._connection()
         try:
             connection.connect()
-            connection.send_packed_command(connection.pack_commands(commands))
+            connection.send_packed_command([b"".join(connection.pack_commands(commands))])
             return [self._answer(connection) for _ in commands]
         except BaseException as e:
             connection.disconnect()  # unread answers must never be taken for those of the next call
@@ -206,7 +206,7 @@ class AsyncBroker:
         try:
             async with asyncio.timeout(SOCKET_TIMEOUT_S):
                 await connection.connect()
-                await connection.send_packed_command(connection.pack_commands(commands))
+                await connection.send_packed_command([b"".join(connection.pack_commands(commands))])
                 answers = [await self._answer(connection) for _ in commands]
         except BaseException as e:  # a cancelled call too leaves unread answers behind
             await connection.disconnect(nowait=True)

@@ -53,10 +53,10 @@ def test_a_suspect_is_launched_alone_and_holds_back_everybody_until_it_has_a_tok
     ledger.speak(a, 1, 0, 1)
     ledger.refuse(s)
     assert asked(ledger, 9) == [], "a is in its first launch"
-    ledger.draw(a, 1, finished=False)
+    ledger.draw(a, 1)
     assert asked(ledger, 9) == ["s"] and ledger.solo
     ledger.speak(s, 2, 0, 2)
-    ledger.draw(s, 1, finished=False)
+    ledger.draw(s, 1)
     assert asked(ledger, 9) == [], "its token is not in the log"
     ledger.confirm(s, 1)
     assert asked(ledger, 9) == ["b"]
@@ -88,7 +88,8 @@ def test_a_log_is_judged_by_attempt_and_by_what_was_sent() -> None:
     assert one.judge(71, 2) == "moved"
     assert one.judge(69, 2) == "restart"
     assert one.judge(70, 2) == "keep"
-    ledger.draw(one, 5, finished=True)
+    ledger.draw(one, 5)
+    ledger.finish(one)
     assert one.judge(70, 2) == "keep", "nothing of it has been sent"
     one.unsent, one.sent, one.sent_id = 0, 5, b"9-0"
     assert one.judge(70, 4) == "behind"
@@ -103,7 +104,8 @@ def test_a_request_that_starts_again_keeps_its_entry_and_forgets_what_it_sent() 
     one = ledger.asked["a"]
     one.nonce = "n1"
     ledger.speak(one, 70, 0, 1)
-    ledger.draw(one, 3, finished=True)
+    ledger.draw(one, 3)
+    ledger.finish(one)
     assert ledger.num_finished == 1
     ledger.requeue(one)
     assert (one.why, one.nonce, one.unsent, one.phase) == ("self", "", 0, Phase.WAITING)
