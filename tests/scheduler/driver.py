@@ -46,8 +46,10 @@ class Driver:
 
     def turn(self) -> bool:
         """Go round once; False when there was nothing to do."""
+        retractions = self.scheduler.stats.retractions
         batch = self.scheduler.plan()
         self.scheduler.check()
+        assert not self.steps or self.scheduler.stats.retractions == retractions, "retracted with a token under way"
         if batch is not None:
             self.batches.append(batch)
             self.steps.append(self.engine.launch(batch))

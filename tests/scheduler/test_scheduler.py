@@ -1,3 +1,6 @@
+import dataclasses
+
+import numpy as np
 import pytest
 
 from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
@@ -253,6 +256,21 @@ def test_bad_logits_end_one_request_and_stay_out_of_the_cache():
     driver.run()
     assert driver.ledger.heard["again"].starts == [(16, 8)], "only the sound request's pages are shared"
     assert driver.scheduler.stats.bad_rows == 1
+
+
+def test_a_row_that_goes_bad_in_mid_stream_leaves_what_was_cached_and_adds_nothing():
+    driver = Driver(engine_config(), depth=0)
+    driver.add(arrival("a", b"0123456789", max_tokens=50))
+    for _ in range(8):
+        driver.turn()
+    batch = driver.scheduler.plan()
+    result = driver.engine.wait(driver.engine.launch(batch))
+    bad = dataclasses.replace(result, bad=np.ones(1, np.bool_))
+    assert driver.scheduler.settle(batch, bad, 1) is None
+    (failure,) = driver.scheduler.take_failures()
+    assert (failure.uid, failure.error.code) == ("a", "bad_logits")
+    driver.scheduler.check()
+    assert driver.scheduler.is_idle and driver.scheduler.pages.cache.num_pages == 10 // 4
 
 
 def test_logprobs_reach_the_place_of_their_request():

@@ -18,7 +18,9 @@ from services.scheduler.core.slots import SlotTable
 TWIN_MIN_TOKENS = 64
 """A prompt shorter than this is computed twice rather than waiting for its twin."""
 
-MIN_LOOKAHEAD, MAX_LOOKAHEAD = 16, 4096
+MIN_LOOKAHEAD, MAX_LOOKAHEAD = 16.0, 4096.0
+WIDEN, RELAX = 1.5, 0.99
+"""Per retraction, and per step. Slower forgetting saves recomputation, but leaves slots empty for longer."""
 
 
 class ReadyList:
@@ -65,21 +67,21 @@ class Headroom:
     """How many pages to leave for the rows that run, so that admission does not cause retraction.
 
     Each running row is given credit for the next `lookahead` tokens. A retraction shows that this was too few and
-    doubles it; steps without one bring it slowly back.
+    widens it; steps without one bring it slowly back.
     """
 
     def __init__(self, slots: SlotTable, pages: PageTable) -> None:
         self._slots = slots
         self._pages = pages
-        self._lookahead = float(MIN_LOOKAHEAD)
+        self._lookahead = MIN_LOOKAHEAD
 
     def widen(self) -> None:
         """A request was retracted."""
-        self._lookahead = min(MAX_LOOKAHEAD, self._lookahead * 2)
+        self._lookahead = min(MAX_LOOKAHEAD, self._lookahead * WIDEN)
 
     def relax(self) -> None:
         """A step went by without."""
-        self._lookahead = max(MIN_LOOKAHEAD, self._lookahead * 0.998)
+        self._lookahead = max(MIN_LOOKAHEAD, self._lookahead * RELAX)
 
     def num_pages(self) -> int:
         """Pages that running requests will want soon."""
