@@ -86,7 +86,6 @@ class Driver:
         table = np.zeros((len(rows), width), dtype=np.int32)
         for row, (seq, _) in enumerate(rows):
             table[row, : len(seq.pages)] = seq.pages
-        self.num_steps += 1
         batch = Batch(
             step=self.num_steps,
             num_decode=num_decode,
@@ -99,6 +98,7 @@ class Driver:
             out_index=ints([seq.drawn if draws else 0 for (seq, _), draws in zip(rows, sample, strict=True)]),
             setups=tuple(setups),
         )
+        self.num_steps += 1
         return self.engine.launch(batch), [seq for seq, _ in rows]
 
     def settle(self, launched: tuple[Step, list[Seq]]) -> StepResult:

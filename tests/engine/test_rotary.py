@@ -96,7 +96,7 @@ def test_unknown_rules_are_refused_by_name(field: str, holder: str) -> None:
 
 
 def test_a_rule_without_its_factor_is_refused() -> None:
-    with pytest.raises(ConfigError, match="linear.*factor"):
+    with pytest.raises(ConfigError, match=r"linear.*factor"):
         read_config(BASE | {"rope_scaling": {"type": "linear"}})
 
 
