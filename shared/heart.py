@@ -8,7 +8,8 @@ goes on. Knows nothing of what the service does.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
@@ -187,7 +188,7 @@ class Heart:
     def _note(self, seen: Look) -> None:
         if not self._announced or self._last_beat is None:
             # Leases are not judged before the own beat is written; who is registered is known all the same.
-            self._living = {role: {i: decode(Heartbeat, b) for i, b in found.items()} for role, found in seen.items()}
+            self._living = {role: dict(_legible(found)) for role, found in seen.items()}
             return
         self._observer.note(seen)
         self._living = {role: self._observer.living(role) for role in self._roles}
@@ -216,3 +217,10 @@ class Heart:
             self._trouble = str(error)
             level = logging.WARNING if isinstance(error, BrokerDown) else logging.ERROR
             log.log(level, "no use of the broker at %s: %s; trying again", self._broker.url, error)
+
+
+def _legible(beats: Mapping[str, bytes]) -> Iterator[tuple[str, Heartbeat]]:
+    """Decode heartbeats; those of a later release, which cannot be read, are left out."""
+    for incarnation, beat in beats.items():
+        with suppress(WireError):
+            yield incarnation, decode(Heartbeat, beat)

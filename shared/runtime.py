@@ -1,7 +1,7 @@
 """One life for every thread-style service: start, wait for the broker, ready, serve, drain, stop.
 
-Owns signals, exit codes, the health server and the guard that ends a stuck loop or a drain that takes too
-long. Knows no service: each gives a `Service`, and its `__main__` is
+Owns the order of these and the exit codes; composes heart, guard, health server, readiness and metrics. Knows
+no service: each gives a `Service`, and its `__main__` is
 
     sys.exit(main("tokenizer", TokenizerSettings, TokenizerService))
 
@@ -13,16 +13,15 @@ signal's number for a second signal. The api, which lives in an event loop of it
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Final, Protocol, TypeVar
 
 from shared.broker.connection import Broker
 from shared.errors import ConfigError, MillraceError
+from shared.guard import EXIT_FAULT, Guard, Interrupted
 from shared.health import HealthServer, Pulse, Readiness
 from shared.heart import Heart
 from shared.ids import new_incarnation
@@ -35,15 +34,7 @@ from shared.version import VERSION
 
 log = logging.getLogger(__name__)
 
-EXIT_FAULT: Final = 1
 EXIT_CONFIG: Final = 2
-EXIT_STUCK: Final = 70
-
-_GUARD_S: Final = 0.25
-_DRAIN_GRACE_S: Final = 2.0
-"""How long after the drain deadline the process is ended from outside its loop."""
-_ECHO_S: Final = 1.0
-"""A signal of another kind this soon after the first is the same wish, sent to the group and to the process."""
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -74,10 +65,6 @@ class Service(Protocol):
     def reconnected(self) -> None:
         """The broker is back, perhaps without its data. Called on the heart's thread: set a flag, no more."""
         ...
-
-
-class _Stop(BaseException):
-    """Raised by the signal handler where nothing is in hand yet and nothing can be lost."""
 
 
 class Life:
@@ -138,13 +125,15 @@ class Life:
         )
         self._name = name
         self._service = service
-        self._stuck_after_s = stuck_after_s
-        self._kill = kill
         self._draining = threading.Event()
         self._drain_began_s = 0.0
-        self._first_signal: tuple[int, float] | None = None
-        self._serving = False
-        self._over = threading.Event()
+        self._guard = Guard(
+            self.pulse,
+            stuck_after_s=stuck_after_s,
+            drain=self.drain,
+            drain_left_s=self.drain_left_s,
+            kill=kill,
+        )
         self._error: MillraceError | None = None
         self._observe()
 
@@ -172,7 +161,7 @@ class Life:
         self.beat()
 
     def drain(self) -> None:
-        """Begin to end, as the first signal does. Safe on any thread and in a signal handler."""
+        """Begin to end, as the first signal does. Safe on any thread."""
         if not self._draining.is_set():
             self._drain_began_s = time.monotonic()
             self.readiness.missing("draining")
@@ -197,14 +186,13 @@ class Life:
     def run(self) -> int:
         """Live, and give the exit code. Signals are the caller's to connect (`connect_signals`)."""
         health: HealthServer | None = None
-        guard = threading.Thread(target=self._guard, name="guard", daemon=True)
         try:
             health = self._start_health()
-            guard.start()
+            self._guard.start()
             self.heart.start()
             self._live()
             code = self._exit_code()
-        except _Stop:
+        except Interrupted:
             code = self._exit_code()
         except ConfigError as e:
             log.error("%s", e)
@@ -212,32 +200,29 @@ class Life:
         except Exception:
             log.exception("%s failed", self.role)
             code = EXIT_FAULT
+        self._guard.may_interrupt = False
         self.pulse.rest()
         self.heart.stop(leave=code == 0)
         if health is not None:
             health.stop()
-        self._over.set()
-        if guard.is_alive():
-            guard.join()
+        self._guard.stop()
         self.broker.close()
         log.info("%s ends with code %d", self._name, code)
         return code
 
     def connect_signals(self) -> None:
         """Let SIGTERM and SIGINT end this life, and SIGUSR1 print the stacks of all threads. Main thread only."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+        self._guard.connect_signals()
 
     def _live(self) -> None:
         log.info("%s starts as %s, version %s", self.role, self.incarnation, VERSION)
         self._service.prepare(self)
         while not self.heart.wait_up(0.2):
             if self.draining:
-                raise _Stop
-        self._serving = True
+                raise Interrupted
+        self._guard.may_interrupt = False
         if self.draining:
-            raise _Stop
+            raise Interrupted
         self.heart.announce()
         self.readiness.have("start")
         self.readiness.started()
@@ -259,7 +244,7 @@ class Life:
             metrics=self.metrics,
             readiness=self.readiness,
             version=VERSION,
-            alive=lambda: not self._is_stuck(0.5),
+            alive=lambda: not self._guard.is_stuck(0.5),
         )
         self.port = health.port
         health.start()
@@ -286,40 +271,6 @@ class Life:
     def _fatal(self, error: MillraceError) -> None:
         """The heart cannot go on: without it there is no lease, so the service must end."""
         self.fail(error)
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._first_signal is None:
-            self._first_signal = (number, now)
-            log.info("%s: draining, for %.0f s at most", signal.Signals(number).name, self.settings.drain_timeout)
-            self.drain()
-            if not self._serving:
-                raise _Stop
-            return
-        first, at = self._first_signal
-        if number == first or now - at > _ECHO_S:
-            log.warning("%s: a second signal ends the process now", signal.Signals(number).name)
-            self._kill(128 + number)
-
-    def _is_stuck(self, share: float = 1.0) -> bool:
-        return self._stuck_after_s > 0 and self.pulse.age_s > self._stuck_after_s * share
-
-    def _guard(self) -> None:
-        """End the process when its loop is stuck or its drain takes too long; the loop itself cannot."""
-        while not self._over.wait(_GUARD_S):
-            if self._is_stuck():
-                log.critical("the loop is stuck for %.0f s; ending, so that others take over", self.pulse.age_s)
-                faulthandler.dump_traceback(all_threads=True)
-                self._kill(EXIT_STUCK)
-                return
-            if self.draining and time.monotonic() > self._deadline_s:
-                log.error("the drain deadline of %.0f s is over; ending", self.settings.drain_timeout)
-                self._kill(EXIT_FAULT)
-                return
-
-    @property
-    def _deadline_s(self) -> float:
-        return self._drain_began_s + self.settings.drain_timeout + _DRAIN_GRACE_S
 
 
 def main(
@@ -352,5 +303,5 @@ def main(
     try:
         life.connect_signals()
         return life.run()
-    except _Stop:
+    except Interrupted:
         return 0

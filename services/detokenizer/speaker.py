@@ -7,8 +7,8 @@ enters it once and in order. Knows nothing of token streams.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.pieces import Piece
@@ -22,6 +22,9 @@ from shared.keys import APPEND_CAP
 
 log = logging.getLogger(__name__)
 
+_READ_LOGS: Final = 32
+"""Logs read in one round trip: with thousands of tokens each they are still far from a lease's time."""
+
 
 class Speaker:
     """Continues replies. Used by one thread.
@@ -30,16 +33,25 @@ class Speaker:
         broker: of the instance.
         texts: what ids print.
         metrics: of the detokenizer.
+        beat: called between round trips: a flush over many long logs may take a while.
         max_replies: states kept; beyond it the longest silent go first.
         idle_s: silence after which a state is not kept.
     """
 
     def __init__(
-        self, broker: Broker, texts: Texts, metrics: DetokenizerMetrics, *, max_replies: int, idle_s: float
+        self,
+        broker: Broker,
+        texts: Texts,
+        metrics: DetokenizerMetrics,
+        *,
+        beat: Callable[[], None] = lambda: None,
+        max_replies: int,
+        idle_s: float,
     ) -> None:
         self._broker = broker
         self._texts = texts
         self._metrics = metrics
+        self._beat = beat
         self._max_replies = max_replies
         self._idle_s = idle_s
         self._replies: dict[str, Reply] = {}
@@ -59,7 +71,10 @@ class Speaker:
         """
         fresh: set[str] = set()
         while queues:
-            self._rebuild([uid for uid, queue in queues.items() if not self._may_go_on(uid, queue[0], fresh)], fresh)
+            stale = [uid for uid, queue in queues.items() if not self._may_go_on(uid, queue[0], fresh)]
+            for i in range(0, len(stale), _READ_LOGS):
+                self._rebuild(stale[i : i + _READ_LOGS], fresh)
+                self._beat()
             items = list(self._next_items(queues, fresh))
             try:
                 answers = self._append(items)
@@ -95,8 +110,6 @@ class Speaker:
         return reply is not None and reply.continues(piece)
 
     def _rebuild(self, uids: Sequence[str], fresh: set[str]) -> None:
-        if not uids:
-            return
         self._metrics.rebuilds.inc(len(uids))
         for uid, entries in zip(uids, self._read_logs(uids), strict=True):
             fresh.add(uid)

@@ -68,6 +68,7 @@ class Detokenizer:
             life.broker,
             Texts(load_vocabulary(files)),
             self._metrics,
+            beat=life.beat,
             max_replies=settings.max_replies,
             idle_s=settings.idle_reply,
         )
