@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from services.scheduler.core.cost_model import MIN_CHUNK_TOKENS, CostModel, StepShape
+from services.scheduler.core.cost_model import COLD_TOKENS, MIN_CHUNK_TOKENS, CostModel, StepShape
 
 
 def _true_ms(shape: StepShape) -> float:
@@ -51,15 +51,24 @@ def test_deep_prompts_get_smaller_chunks_but_never_none():
     assert budgets == sorted(budgets, reverse=True) and budgets[-1] == MIN_CHUNK_TOKENS
 
 
-def test_it_says_nothing_before_it_knows_both_kinds_of_step():
+def test_it_is_careful_before_it_knows_both_kinds_of_step():
     model, decode = CostModel(), StepShape(1, 100, 0, 0.0)
     for _ in range(100):
         model.observe(decode, 2.0)
-    assert model.prefill_budget(decode, 0, 2.5) is None
+    assert model.prefill_budget(decode, 0, 2.5) == COLD_TOKENS
     for _ in range(100):
         model.observe(StepShape(1, 100, 100, 5000.0), 0.0)
     assert not model.is_fitted, "steps of unknown duration teach nothing"
     assert _fitted().prefill_budget(decode, 0, 0.0) is None, "0 switches it off"
+
+
+def test_first_steps_and_hiccups_teach_little():
+    rng, model = random.Random(5), CostModel()
+    for i in range(600):
+        shape = _shape(rng, prompt=i % 2 == 0)
+        model.observe(shape, _true_ms(shape) if i >= 4 and i != 500 else 60_000.0)
+    shape = StepShape(64, 64 * 800, 0, 0.0)
+    assert model.predict_ms(shape) == pytest.approx(_true_ms(shape), rel=0.1)
 
 
 def test_a_long_time_of_equal_steps_does_not_spoil_it():

@@ -344,3 +344,38 @@ def test_long_prompt_at_the_head_starts_under_a_constant_load_of_short_ones():
         driver.turn()
         turns += 1
     assert turns < 200
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_short_prompt_does_not_wait_for_a_very_long_one(depth):
+    sizes = {"num_pages": 1024, "max_seq_len": 4096, "max_step_tokens": 512}
+    driver = Driver(engine_config(**sizes), SchedulerConfig(max_prefill_tokens=64), depth)
+    driver.add(arrival("long", b"x" * 3000, max_tokens=2))
+    for _ in range(5):
+        driver.turn()
+    driver.add(arrival("short", b"hello", max_tokens=2), arrival("middle", b"y" * 300, max_tokens=2))
+    for _ in range(4):
+        driver.turn()
+    assert driver.tokens("short"), "it was computed beside the long one"
+    driver.run()
+    halves = [int(b.lengths[list(b.slots).index(0)]) for b in driver.batches if 0 in b.slots][:40]
+    assert min(halves) >= 32, "the long one never gets less than half"
+
+
+def test_running_rows_are_not_held_up_by_a_long_prompt():
+    sizes = {"num_pages": 4096, "max_seq_len": 12_000, "max_step_tokens": 4096, "max_running": 8}
+    driver = Driver(engine_config(base_ms=0.2, row_us=20.0, token_us=2.0, check=False, **sizes))
+    driver.add(*(arrival(f"r{i}", bytes([i]) * 40, max_tokens=4000) for i in range(6)))
+    for i in range(40):
+        driver.turn()
+        if i % 3 == 0:
+            driver.add(arrival(f"w{i}", bytes([100 + i]) * 30, max_tokens=1))
+    alone = 0.2 + 6 * 0.02
+    first = len(driver.batches)
+    driver.add(arrival("long", b"x" * 10_000, max_tokens=1))
+    while not driver.ledger.heard["long"].ended:
+        driver.turn()
+    shares = [batch.lengths[batch.num_decode :].sum() for batch in driver.batches[first:]]
+    steps_ms = sorted(alone + 0.002 * tokens for tokens in shares)
+    assert steps_ms[int(len(steps_ms) * 0.99)] <= 3 * alone
+    assert sum(shares) >= 10_000 and len(shares) < 200

@@ -13,7 +13,16 @@ import numpy as np
 
 FORGETTING = 0.995
 MIN_STEPS = 8
-"""Steps of each kind, with and without prompt tokens, before the model says anything."""
+"""Steps of each kind, with and without prompt tokens, before the model counts as fitted."""
+
+WARM_UP_STEPS = 2
+"""First steps of each kind teach nothing: they pay for what is compiled or allocated once."""
+
+COLD_TOKENS = 256
+"""Prompt tokens beside running rows while the model is not fitted."""
+
+MAX_SURPRISE = 4.0
+"""A step that took longer than this many times what was expected counts as this much: a hiccup is no trend."""
 
 MIN_CHUNK_TOKENS = 16
 """A prompt always advances by this much, or the requests behind it would never start."""
@@ -37,7 +46,7 @@ class StepShape:
 
 
 class CostModel:
-    """Predicts milliseconds of a step. Until it has seen enough steps it predicts nothing."""
+    """Predicts milliseconds of a step, once it has seen enough of them."""
 
     def __init__(self) -> None:
         self._weights = np.zeros(5)
@@ -47,13 +56,18 @@ class CostModel:
     @property
     def is_fitted(self) -> bool:
         """Whether both kinds of step were seen often enough."""
-        return min(self._seen) >= MIN_STEPS
+        return min(self._seen) >= MIN_STEPS + WARM_UP_STEPS
 
     def observe(self, shape: StepShape, forward_ms: float) -> None:
         """Learn from a step that has retired; steps of unknown duration teach nothing."""
         if forward_ms <= 0.0 or not math.isfinite(forward_ms):
             return
-        self._seen[shape.prefill_tokens > 0] += 1
+        kind = int(shape.prefill_tokens > 0)
+        self._seen[kind] += 1
+        if self._seen[kind] <= WARM_UP_STEPS:
+            return
+        if self.is_fitted:
+            forward_ms = min(forward_ms, MAX_SURPRISE * self.predict_ms(shape))
         x = _features(shape)
         gain = self._spread @ x
         gain /= FORGETTING + x @ gain
@@ -75,10 +89,12 @@ class CostModel:
             max_gap_ratio: how many times as long as without them the step may take.
 
         Returns:
-            Tokens, or None where the model does not know.
+            Tokens, or None where nothing bounds them.
         """
-        if not self.is_fitted or max_gap_ratio <= 0.0:
+        if max_gap_ratio <= 0.0:
             return None
+        if not self.is_fitted:
+            return COLD_TOKENS
         per_token, per_read = np.maximum(self._weights[3:], 0.0) / 1e3
         spare_ms = max(0.0, max_gap_ratio - 1.0) * self.predict_ms(decode)
         linear = per_token + per_read * depth / 1e3

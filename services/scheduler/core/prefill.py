@@ -18,6 +18,9 @@ from services.scheduler.core.slots import SlotTable
 TWIN_MIN_TOKENS = 64
 """A prompt shorter than this is computed twice rather than waiting for its twin."""
 
+LARGE = 1 << 62
+"""Longer than any prompt."""
+
 MIN_LOOKAHEAD, MAX_LOOKAHEAD = 16.0, 4096.0
 WIDEN, RELAX = 1.5, 0.99
 """Per retraction, and per step. Slower forgetting saves recomputation, but leaves slots empty for longer."""
@@ -130,11 +133,10 @@ class Prefill:
         """
         started: list[Req] = []
         chunks: list[Chunk] = []
-        for req in self.running:
-            budget -= self._cut(req, budget, step, chunks)
+        grants, left = self._share_out(budget)
         self.blocked = False
         for req in list(self.ready):
-            if budget <= 0 or not self._slots.num_free:
+            if left <= 0 or not self._slots.num_free:
                 break
             if self._waits(req):
                 continue
@@ -142,7 +144,13 @@ class Prefill:
                 self.blocked = True
                 break
             started.append(req)
-            budget -= self._cut(req, budget, step, chunks)
+            grants.append(min(left, req.known_len - req.planned_len))
+            left -= grants[-1]
+        for req, grant in zip(self.running, grants, strict=True):
+            extra = min(left, req.known_len - req.planned_len - grant)
+            left -= extra
+            if grant + extra:
+                chunks.append(self._cut(req, grant + extra, step))
         self.running = [req for req in self.running if req.planned_len < req.known_len]
         return chunks, started
 
@@ -153,15 +161,32 @@ class Prefill:
         if req in self.running:
             self.running.remove(req)
 
-    def _cut(self, req: Req, budget: int, step: int, chunks: list[Chunk]) -> int:
-        length = min(budget, req.known_len - req.planned_len)
-        if length <= 0:
-            return 0
-        chunks.append(Chunk(req, req.planned_len, length))
+    def _share_out(self, budget: int) -> tuple[list[int], int]:
+        """Divide a budget between the prompts under way, oldest first.
+
+        A prompt that this step will not complete anyway takes only half of what is left while a much shorter one is
+        behind it: so short prompts need not wait for a very long one, and the long one never stands still.
+
+        Returns:
+            Tokens for each of `running`, and what is left for newcomers.
+        """
+        wants = [req.known_len - req.planned_len for req in self.running]
+        head = next((req.known_len for req in self.ready if not self._waits(req)), None)
+        if not self._slots.num_free or head is None:
+            head = LARGE
+        grants, left = [], budget
+        for i, want in enumerate(wants):
+            yields = want > left and min([*wants[i + 1 :], head]) < want // 2
+            grants.append(min(want, max(1, left // 2) if yields else left))
+            left -= grants[-1]
+        return grants, left
+
+    def _cut(self, req: Req, length: int, step: int) -> Chunk:
+        chunk = Chunk(req, req.planned_len, length)
         req.planned_len += length
         self._slots.planned_len[req.slot] = req.planned_len
         self._slots.last_step[req.slot] = step
-        return length
+        return chunk
 
     def _admit(self, req: Req) -> bool:
         """Give a request a slot and the pages of its prompt, if they can be had without robbing those that run."""
