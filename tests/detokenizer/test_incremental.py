@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.detokenizer.incremental import Incremental, TokenTexts
-from shared.vocab import Vocabulary, byte_vocabulary
+from shared.model_files import locate
+from shared.vocab import Vocabulary, byte_vocabulary, load_vocabulary
 
 PIECES = [
     b" Hello",
@@ -79,3 +80,15 @@ def test_a_special_token_inside_a_character_does_not_break_it() -> None:
 def test_leading_blanks_stay_in_a_continuation() -> None:
     assert Incremental(TEXTS).push_all([0, 10, 11]) == " Hello \n"
     assert Incremental(TEXTS, strip_start=True).push_all([9, 10, 10, 0]) == "  Hello"
+
+
+def test_the_embedded_models_own_tokens_give_back_every_text() -> None:
+    vocabulary = load_vocabulary(locate(""))
+    texts = TokenTexts(vocabulary, skip_special=True)
+    whole = " Hello \U0001f642\U0001f600, e\u0301\u00e9 \u65e5\u672c\u8a9e \uc548\ub155\ud558\uc138\uc694\n\n  def f(x):\treturn x"
+    ids = vocabulary.encode(whole)
+    assert len(ids) > len(whole) / 3
+    text = Incremental(texts)
+    said = [text.push(token_id) for token_id in ids]
+    assert "".join(said) + text.flush() == whole
+    assert not any("\ufffd" in part for part in said)
