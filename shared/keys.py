@@ -18,7 +18,8 @@ REPLY_HELD_TTL_MS: Final = 700_000
 """What an engine's audit sets: a remaining life above REPLY_TTL_MS says that somebody holds the request."""
 ENDED_TTL_MS: Final = 60_000
 """Life of a reply log after its terminal; a resumable one keeps a lifetime of its own (its header says it)."""
-ABORT_TTL_MS: Final = 60_000
+ABORT_TTL_MS: Final = 3_000
+"""Life of a doorbell. Whoever misses it learns the same from the log, with its next audit."""
 INBOX_TTL_MS: Final = 60_000
 GENERATE_TTL_MS: Final = 3_600_000
 

@@ -73,11 +73,11 @@ def test_a_stop_string_ends_the_engine_too(real: Stack) -> None:
     assert real.metric("scheduler-0", "millrace_generated_tokens_total") - before < 400
 
 
-@pytest.mark.parametrize("stop", [[1, 2], {"a": 1}, [""], 3.5, ["a"] * 17])
+@pytest.mark.parametrize("stop", [[1, 2], {"a": 1}, 3.5, ["a"] * 17])
 def test_a_bad_stop_is_refused(real: Stack, stop: Any) -> None:
     response = real.client.post(CHAT, json=real.chat_body(max_tokens=3, stop=stop))
     assert response.status_code == 400
-    assert error_of(response)["param"] == "stop"
+    assert error_of(response)["param"].startswith("stop")
 
 
 @pytest.mark.parametrize(
