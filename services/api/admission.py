@@ -120,9 +120,8 @@ class Admission:
     def _check_room(self, job: Job) -> None:
         load = self._fleet.load(job.model)
         settings = self._settings
-        others = max(0, load.running + load.waiting - self._fleet.num_open)
         capacity = load.max_running + settings.max_queued_requests
-        inside = self.num_choices + others
+        inside = self.num_choices + self._fleet.num_open_elsewhere
         if inside and inside + job.num_choices > capacity:
             raise self.full("too many requests are waiting for this model", inside + job.num_choices - capacity)
         if load.queued_tokens > settings.max_queued_tokens:

@@ -171,6 +171,11 @@ class Fleet:
             tokens_per_s=sum(e.tokens_per_s for e in engines),
         )
 
+    @property
+    def num_open_elsewhere(self) -> int:
+        """Choices in flight at the other replicas, as they said it last."""
+        return sum(beat.num_running for name, beat in self._observer.living("api").items() if name != self._me)
+
     def missing(self, model: str) -> list[str]:
         """Name what a request for a model would lack now."""
         if not self.connected:

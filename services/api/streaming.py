@@ -62,6 +62,7 @@ class GenerationResponse(Response):
             if not exchange.cut:  # ours, of a client that does not read; any other is the server's end
                 raise
             abort(scope)
+            await receive()  # until the server has noticed: it then expects no more of the answer
         finally:
             watcher.cancel()
             if alarm is not None:

@@ -38,7 +38,6 @@ class Workers:
         self._due: dict[int, float] = {}
         self._backoffs = {number: Backoff(first_s=0.2, cap_s=5.0) for number in range(settings.api_workers)}
         self._signals = 0
-        self._clean = True
 
     def run(self) -> int:
         """Serve until a signal, then wait for the workers' drain; gives the exit code."""
@@ -93,8 +92,8 @@ class Workers:
         deadline = time.monotonic() + self._settings.drain_timeout + _GRACE_S
         while any(child.poll() is None for child in self._children.values()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        codes = [child.poll() for child in self._children.values()]
-        return 0 if all(code == 0 for code in codes) else 1
+        codes = {child.poll() for child in self._children.values()}
+        return 0 if codes <= {0, -signal.SIGTERM, -signal.SIGINT} else 1  # a signal may come before its handler
 
     def _on_signal(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1

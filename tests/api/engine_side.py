@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from shared.broker import streams
 from shared.broker.connection import Broker
-from shared.broker.control import beat_and_look
+from shared.broker.control import beat_and_look, look
 from shared.broker.log_id import LogId, make_end_id, make_log_id
-from shared.broker.replies import Item, OpenEntry, Terminal, append, audit, end, fence, read_log
+from shared.broker.replies import Fenced, Item, OpenEntry, Terminal, append, audit, end, fence, read_log
+from shared.errors import BrokerDown
 from shared.keys import Role
 from shared.messages import (
     Delta,
@@ -111,6 +112,33 @@ class EngineSide:
         self.go.clear()
         self.step_limit = None
 
+    def replicas(self) -> list[str]:
+        """Name the api replicas of the registry."""
+        return sorted(self.broker.run(look(self.broker.keys, "api")))
+
+    def fence_again(self) -> None:
+        """While held: become a new attempt of everything that runs, as another engine would."""
+        for uid, running in self.running.items():
+            fenced = self._fence(uid, running.entry, running.request)
+            running.attempt, running.last = fenced.attempt, make_log_id(fenced.attempt, fenced.said)
+
+    def forget(self) -> None:
+        """While held: lose everything that runs, its entries too."""
+        for running in self.running.values():
+            self.broker.run(streams.drop_generate(self.broker.keys, self.name, [running.entry]))
+        self.running.clear()
+
+    def say_past_the_inbox(self) -> None:
+        """While held: say the rest of everything to an inbox that nobody reads."""
+        for running in self.running.values():
+            running.replica = "nobody"
+        self.release()
+
+    def wait_for_beats(self, count: int = 3) -> None:
+        """Wait until so many rounds of heartbeats are over."""
+        before = self._beat
+        eventually(lambda: self._beat >= before + count, "heartbeats")
+
     def release(self) -> None:
         """Go on by itself."""
         self.go.set()
@@ -124,17 +152,21 @@ class EngineSide:
             raise self.failure
 
     def _guard(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as e:
-            self.failure = e
+        while not self._stop.is_set():
+            try:
+                work()
+            except BrokerDown:
+                self._stop.wait(0.05)
+            except BaseException as e:
+                self.failure = e
+                return
 
     def _beats(self) -> None:
         while not self._stop.wait(0.1):
             self._beat += 1
             for role in list(self.roles):
                 beat = Heartbeat(self._beat, f"{role}-0", model=self.model, max_running=self.max_running,
-                                 max_seq_len=4096, num_running=len(self.running))  # fmt: skip
+                                 max_seq_len=1_000_000, num_running=len(self.running))  # fmt: skip
                 self.broker.run(beat_and_look(self.broker.keys, role, self.name, beat, (role,)))
 
     def _work(self) -> None:
@@ -168,10 +200,7 @@ class EngineSide:
             if entry.uid in self.running:
                 continue
             request = decode(GenerateRequest, entry.payload)
-            header = FenceHeader(self.name, entry.entry_id.decode(), len(request.prompt_ids))
-            fenced = self.broker.run(
-                fence(keys, entry.uid, self.name, entry.entry_id, secrets.token_hex(4), "new", header, solo=True)
-            )
+            fenced = self._fence(entry.uid, entry.entry_id, request)
             if fenced.outcome != "OK":
                 self.ended[entry.uid] = fenced.outcome
                 continue
@@ -182,6 +211,11 @@ class EngineSide:
                 request, self.script(request), head.header.replica, entry.entry_id, fenced.attempt, last, fenced.said
             )
             self.running[entry.uid] = running
+
+    def _fence(self, uid: str, entry_id: bytes, request: GenerateRequest) -> Fenced:
+        header = FenceHeader(self.name, entry_id.decode(), len(request.prompt_ids))
+        nonce = secrets.token_hex(4)
+        return self.broker.run(fence(self.broker.keys, uid, self.name, entry_id, nonce, "new", header, solo=True))
 
     def _step(self) -> None:
         items: list[Item] = []
