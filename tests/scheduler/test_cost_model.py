@@ -51,15 +51,29 @@ def test_deep_prompts_get_smaller_chunks_but_never_none():
     assert budgets == sorted(budgets, reverse=True) and budgets[-1] == MIN_CHUNK_TOKENS
 
 
-def test_it_is_careful_before_it_knows_both_kinds_of_step():
+def test_it_is_careful_before_it_has_seen_prompts():
     model, decode = CostModel(), StepShape(1, 100, 0, 0.0)
     for _ in range(100):
         model.observe(decode, 2.0)
     assert model.prefill_budget(decode, 0, 2.5) == COLD_TOKENS
-    for _ in range(100):
-        model.observe(StepShape(1, 100, 100, 5000.0), 0.0)
-    assert not model.is_fitted, "steps of unknown duration teach nothing"
     assert _fitted().prefill_budget(decode, 0, 0.0) is None, "0 switches it off"
+
+
+def test_a_burst_of_prompts_beside_running_rows_is_enough_to_learn_from():
+    rng, model = random.Random(6), CostModel()
+    for _ in range(40):
+        shape = _shape(rng, prompt=True)
+        model.observe(shape, _true_ms(shape))
+    decode = StepShape(64, 64 * 800, 0, 0.0)
+    assert model.predict_ms(decode) == pytest.approx(_true_ms(decode), rel=0.2)
+    assert model.prefill_budget(decode, 0, 2.5) > COLD_TOKENS
+
+
+def test_an_engine_that_tells_no_times_is_bounded_by_tokens_alone():
+    model = CostModel()
+    for _ in range(20):
+        model.observe(StepShape(1, 100, 100, 5000.0), 0.0)
+    assert model.prefill_budget(StepShape(1, 100, 0, 0.0), 0, 2.5) is None
 
 
 def test_first_steps_and_hiccups_teach_little():

@@ -13,7 +13,7 @@ import numpy as np
 
 FORGETTING = 0.995
 MIN_STEPS = 8
-"""Steps of each kind, with and without prompt tokens, before the model counts as fitted."""
+"""Steps with prompt tokens to learn from before the model counts as fitted."""
 
 WARM_UP_STEPS = 2
 """First steps of each kind teach nothing: they pay for what is compiled or allocated once."""
@@ -52,15 +52,17 @@ class CostModel:
         self._weights = np.zeros(5)
         self._spread = np.eye(5) * 1e4
         self._seen = [0, 0]
+        self._num_untimed = 0
 
     @property
     def is_fitted(self) -> bool:
-        """Whether both kinds of step were seen often enough."""
-        return min(self._seen) >= MIN_STEPS + WARM_UP_STEPS
+        """Whether steps with prompt tokens were seen often enough."""
+        return self._seen[1] >= MIN_STEPS + WARM_UP_STEPS
 
     def observe(self, shape: StepShape, forward_ms: float) -> None:
         """Learn from a step that has retired; steps of unknown duration teach nothing."""
         if forward_ms <= 0.0 or not math.isfinite(forward_ms):
+            self._num_untimed += 1
             return
         kind = int(shape.prefill_tokens > 0)
         self._seen[kind] += 1
@@ -89,9 +91,9 @@ class CostModel:
             max_gap_ratio: how many times as long as without them the step may take.
 
         Returns:
-            Tokens, or None where nothing bounds them.
+            Tokens, or None where nothing bounds them: the ratio is 0, or the engine does not tell how long it takes.
         """
-        if max_gap_ratio <= 0.0:
+        if max_gap_ratio <= 0.0 or self._num_untimed > sum(self._seen):
             return None
         if not self.is_fitted:
             return COLD_TOKENS
