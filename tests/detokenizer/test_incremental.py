@@ -85,7 +85,8 @@ def test_leading_blanks_stay_in_a_continuation() -> None:
 def test_the_embedded_models_own_tokens_give_back_every_text() -> None:
     vocabulary = load_vocabulary(locate(""))
     texts = TokenTexts(vocabulary, skip_special=True)
-    whole = " Hello \U0001f642\U0001f600, e\u0301\u00e9 \u65e5\u672c\u8a9e \uc548\ub155\ud558\uc138\uc694\n\n  def f(x):\treturn x"
+    whole = " Hello \U0001f642\U0001f600, e\u0301\u00e9 \u65e5\u672c\u8a9e \uc548\ub155\ud558\uc138\uc694"
+    whole += "\n\n  def f(x):\treturn x"
     ids = vocabulary.encode(whole)
     assert len(ids) > len(whole) / 3
     text = Incremental(texts)
