@@ -141,9 +141,7 @@ class Metrics:
         if metric.kind == "counter":
             return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
         if metric.kind == "gauge":
-            return Gauge(
-                metric.name, metric.help, metric.labels, registry=self.registry, multiprocess_mode="liveall"
-            )
+            return Gauge(metric.name, metric.help, metric.labels, registry=self.registry, multiprocess_mode="liveall")
         return Histogram(
             metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets or LATENCY_BUCKETS
         )
