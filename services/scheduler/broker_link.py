@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from services.scheduler.agenda import Agenda
@@ -19,13 +18,14 @@ from services.scheduler.endings import Endings
 from services.scheduler.fleet import Fleet, Registry
 from services.scheduler.inbox import Inbox, Reader
 from services.scheduler.ledger import Ledger
+from services.scheduler.link_config import LinkConfig
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.outbox import Outbox
 from services.scheduler.upkeep import Upkeep
 from shared.broker.backoff import Backoff
 from shared.broker.connection import Broker
-from shared.errors import BrokerError, BrokerFull, WireError
-from shared.keys import LEASE_S
+from shared.broker.streams import Backlog, backlog
+from shared.errors import BrokerDown, BrokerError, BrokerFull, WireError
 from shared.messages import ErrorBody
 
 log = logging.getLogger(__name__)
@@ -42,27 +42,6 @@ NO_CONTACT_S: Final = 0.02
 """Between looks at whether the lease is kept again."""
 FINISHED_GRACE_S: Final = 1.0
 """A handover leaves computed requests to the detokenizer for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkConfig:
-    """Who this engine is.
-
-    Attributes:
-        me: incarnation.
-        model: served model name.
-        fingerprint: of the engine; only engines of the same take requests over from each other.
-        num_shards: token streams, as the installation agreed.
-        lease_s: of engines.
-        api_lease_s: of api replicas.
-    """
-
-    me: str
-    model: str
-    fingerprint: str
-    num_shards: int
-    lease_s: float = LEASE_S["scheduler"]
-    api_lease_s: float = LEASE_S["api"]
 
 
 class BrokerLink:
@@ -92,22 +71,13 @@ class BrokerLink:
         self._inbox = Inbox(keys, me, ledger, desk, self._endings, metrics, config.num_shards)
         self._outbox = Outbox(keys, model, me, ledger, metrics, config.num_shards)
         self._upkeep = Upkeep(keys, model, me, ledger, desk, self._endings, self._inbox, metrics, self._reader.rewind)
-        self._fleet = Fleet(
-            keys,
-            model,
-            me,
-            config.fingerprint,
-            registry,
-            ledger,
-            self._endings,
-            metrics,
-            api_lease_s=config.api_lease_s,
-        )
+        self._fleet = Fleet(keys, config, registry, ledger, self._endings, metrics)
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._backoff = Backoff()
         self._due: dict[str, float] = {}
         self._in_contact = False
         self._full = False
+        self._trouble = ""
         self._resume_s = 0.0
         self._suspect_of_loss = threading.Event()
         self._finish_by_s: float | None = None
@@ -208,8 +178,13 @@ class BrokerLink:
         self._finish_by_s = self._finish_began_s + timeout_s
         self._desk.post(None)
         self._over.wait(timeout_s + 1.0)
-        self._reader.stop()
         return self._fleet.num_left == 0
+
+    def close(self) -> None:
+        """End the threads without a word: who finds the entries takes over. Safe after `finish`."""
+        self._over.set()
+        self._reader.stop()
+        self._desk.post(None)
 
     # --- the I/O thread
 
@@ -278,6 +253,7 @@ class BrokerLink:
 
     def _plan_due(self, agenda: Agenda, now: float) -> None:
         if self._is_due("audit", AUDIT_S, now):
+            agenda.add(backlog(self._broker.keys.generate(self._config.me)), self._on_backlog)
             self._upkeep.plan_audit(agenda, listing=False)
         if self._is_due("look", LOOK_S if not self._outbox.full else DOORBELL_S, now):
             self._outbox.plan_lengths(agenda)
@@ -286,6 +262,9 @@ class BrokerLink:
             self._fleet.plan_reap(agenda)
         if self._ledger.suspects() and self._is_due("suspects", SUSPECT_S, now):
             self._upkeep.plan_suspects(agenda)
+
+    def _on_backlog(self, found: Backlog) -> None:
+        self._metrics.backlog(found.length, self._ledger.num_waiting, found.age_s)
 
     def _is_due(self, what: str, every_s: float, now: float) -> bool:
         if now < self._due.get(what, 0.0):
@@ -325,7 +304,9 @@ class BrokerLink:
     def _broken(self, error: Exception) -> None:
         self._in_contact = False
         self._full = isinstance(error, BrokerFull)
-        log.debug("no round trip: %s", error)
+        if not isinstance(error, BrokerDown) and str(error) != self._trouble:  # the heart tells of the others
+            self._trouble = str(error)
+            log.error("the broker refuses what the engine has to say: %s", error)
         self._resume_s = time.monotonic() + self._backoff.next_s()
 
     # --- the end

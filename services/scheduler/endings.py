@@ -12,7 +12,7 @@ from typing import Final
 
 from services.scheduler.agenda import Agenda
 from services.scheduler.desk import Desk, Failed
-from services.scheduler.ledger import Held, Ledger, Phase
+from services.scheduler.ledger import Held, Ledger, Phase, naming
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.replies import MAX_LAUNCHES, Ended, end
 from shared.broker.streams import GenerateEntry, bury, drop_generate
@@ -83,7 +83,7 @@ class Endings:
 
     def give_up(self, held: Held) -> None:
         """End a request that has ended its engine too often, and leave a note of it."""
-        log.error("a request is given up: its engine died %d times on it", MAX_LAUNCHES)
+        log.error("a request is given up: its engine died %d times on it", MAX_LAUNCHES, extra=naming(held))
         letter = self._letter(held.uid, "poison", MAX_LAUNCHES)
         self._ledger.remove(held)
         self._terminals.append(_Terminal(held.uid, POISON, None, held.entry, None, letter))

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from services.scheduler.agenda import Agenda
 from services.scheduler.endings import Endings
 from services.scheduler.ledger import Held, Ledger, Phase
+from services.scheduler.link_config import LinkConfig
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.control import retire
 from shared.broker.streams import FIRST, GenerateEntry, Taken, list_held, read_generate, take
@@ -50,25 +51,19 @@ class Fleet:
     def __init__(
         self,
         keys: Keys,
-        model: str,
-        me: str,
-        fingerprint: str,
+        config: LinkConfig,
         registry: Registry,
         ledger: Ledger,
         endings: Endings,
         metrics: SchedulerMetrics,
-        *,
-        api_lease_s: float,
     ) -> None:
         self._keys = keys
-        self._model = model
-        self._me = me
-        self._fingerprint = fingerprint
+        self._config = config
+        self._me = config.me
         self._registry = registry
         self._ledger = ledger
         self._endings = endings
         self._metrics = metrics
-        self._api_lease_s = api_lease_s
         self._found: dict[str, list[GenerateEntry]] = {}
         self._absent_since: dict[str, float] = {}
         self._orphans: dict[str, Held] = {}
@@ -125,7 +120,7 @@ class Fleet:
             return False
 
     def _same(self, other: Heartbeat) -> bool:
-        return other.model == self._model and other.fingerprint == self._fingerprint
+        return other.model == self._config.model and other.fingerprint == self._config.fingerprint
 
     # --- orphans
 
@@ -140,7 +135,7 @@ class Fleet:
                 continue
             if held.replica not in dead:  # forgotten by others, or never seen: it has a lease's time to show up
                 absent[held.replica] = since = self._absent_since.get(held.replica, now)
-                if now - since < self._api_lease_s:
+                if now - since < self._config.api_lease_s:
                     continue
             if not held.resumable and self._orphans.get(held.uid) is not held:
                 self._orphans[held.uid] = held

@@ -15,7 +15,7 @@ from services.scheduler.agenda import Agenda
 from services.scheduler.core.link import Arrival
 from services.scheduler.desk import Desk, Read
 from services.scheduler.endings import Endings
-from services.scheduler.ledger import Held, Ledger, Phase
+from services.scheduler.ledger import Held, Ledger, Phase, naming
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.backoff import Backoff
 from shared.broker.call import Call
@@ -134,6 +134,7 @@ class Inbox:
             if request is None:
                 self._endings.bury(entry)
                 continue
+            self._metrics.read(time.time() - int(entry.entry_id.partition(b"-")[0]) / 1000)
             shard = shard_of(entry.uid, self._num_shards)
             held = Held(entry.uid, entry.entry_id, request, entry.why, shard)
             known = self._ledger.get(entry.uid)
@@ -203,7 +204,7 @@ class Inbox:
             elif isinstance(entry, TokensEntry | EndEntry):
                 said += entry.delta.token_ids
         if len(said) < held.base:
-            log.warning("a reply log has lost tokens; its request is left to the api")
+            log.warning("a reply log has lost tokens; its request is left to the api", extra=naming(held))
             self._endings.drop(held)
             return
         self._desk.arrive(Arrival(held.request, attempt, said[: held.base]))

@@ -81,6 +81,11 @@ class Held:
         return "keep" if complete or self.unsent or not self.sent_id else "behind"
 
 
+def naming(held: Held) -> dict[str, str]:
+    """Name a request in a log line, as `extra`."""
+    return {"uid": held.uid, "request_id": held.request.request_id}
+
+
 class Ledger:
     """All requests this engine holds, by uid; each uid at most once."""
 

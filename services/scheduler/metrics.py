@@ -11,10 +11,21 @@ from typing import Final, Literal
 from prometheus_client import Gauge
 
 from services.scheduler.core.scheduler import SchedulerStats
-from shared.metrics import DEAD_LETTERS, LATENCY_BUCKETS, SHORT_BUCKETS, Metric, Metrics
+from shared.metrics import (
+    DEAD_LETTERS,
+    HOP_SECONDS,
+    LATENCY_BUCKETS,
+    SHORT_BUCKETS,
+    STREAM_LAG,
+    STREAM_LENGTH,
+    STREAM_OLDEST_AGE,
+    Metric,
+    Metrics,
+)
 
 Part = Literal["host", "launch", "wait", "device"]
 Cause = Literal["doorbell", "audit", "fence", "orphan"]
+STREAM: Final = "generate"
 ROWS_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 RUNNING: Final = Metric("millrace_requests_running", "gauge", "Requests with a slot")
@@ -149,6 +160,10 @@ class SchedulerMetrics:
         self._takeovers = metrics.counter(TAKEOVERS)
         self._dead_letters = metrics.counter(DEAD_LETTERS)
         self._log_restarts = metrics.counter(LOG_RESTARTS)
+        self._stream_length = metrics.gauge(STREAM_LENGTH).labels(STREAM)
+        self._stream_lag = metrics.gauge(STREAM_LAG).labels(STREAM)
+        self._stream_age = metrics.gauge(STREAM_OLDEST_AGE).labels(STREAM)
+        self._hop = metrics.histogram(HOP_SECONDS).labels(STREAM)
         self._queue_seconds = metrics.histogram(QUEUE_SECONDS)
         self._io_turn = metrics.histogram(IO_TURN_SECONDS)
         self._publish = metrics.histogram(PUBLISH_SECONDS)
@@ -201,6 +216,16 @@ class SchedulerMetrics:
     def dead_letter(self, reason: Literal["poison", "unreadable"]) -> None:
         """Count a request or entry that was given up."""
         self._dead_letters.labels(reason).inc()
+
+    def backlog(self, entries: int, waiting: int, oldest_s: float) -> None:
+        """Note the length of the own stream, how many of it are not fenced, and the age of its oldest entry."""
+        self._stream_length.set(entries)
+        self._stream_lag.set(waiting)
+        self._stream_age.set(oldest_s)
+
+    def read(self, seconds: float) -> None:
+        """Note how long an entry was in the own stream before it was read."""
+        self._hop.observe(max(0.0, seconds))
 
     def log_restart(self) -> None:
         """Count a request that starts again from its log."""

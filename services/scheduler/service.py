@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from services.scheduler.broker_link import BrokerLink, LinkConfig
+from services.scheduler.broker_link import BrokerLink
 from services.scheduler.core.ports import Engine
 from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
+from services.scheduler.link_config import LinkConfig
 from services.scheduler.loop import StepLoop
 from services.scheduler.metrics import Gauges, SchedulerMetrics, StepTimes
 from services.scheduler.settings import SchedulerSettings
 from shared.errors import MillraceError
 from shared.messages import Heartbeat
-from shared.model_files import locate
+from shared.model_files import BYTES_NAME, ModelFiles, locate
 from shared.runtime import Life
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ SWITCH_INTERVAL_S: Final = 5e-4
 """The I/O thread waits at most so long for the interpreter while the step loop computes."""
 FLUSH_S: Final = 2.0
 """Kept of the drain time for sending what is left and handing over."""
-FAKE_MAX_SEQ_LEN: Final = 8192
 FAKE_NUM_PAGES: Final = 4096
 FAKE_STEP_TOKENS: Final = 2048
 
@@ -99,6 +99,7 @@ class SchedulerService:
             life.pulse.rest()
             self._leave(link, life)
         finally:
+            link.close()
             self._engine.close()
 
     def heartbeat(self, base: Heartbeat) -> Heartbeat:
@@ -195,27 +196,32 @@ def build(settings: SchedulerSettings) -> Engine:
     Raises:
         ConfigError: the model or the device cannot be served as set.
     """
-    if settings.engine == "fake":
-        return FakeEngine(fake_config(settings))
+    is_fake = settings.engine == "fake"
+    name = settings.model or (BYTES_NAME if is_fake else "")
+    files = locate(name, settings.model_source, revision=settings.model_revision, weights=not is_fake)
+    if is_fake:
+        return FakeEngine(fake_config(settings, files))
     from services.scheduler.engine.engine import build_engine  # torch only where it is used
 
-    files = locate(settings.model, settings.model_source, revision=settings.model_revision, weights=True)
     return build_engine(engine_config(settings), files)
 
 
-def fake_config(settings: SchedulerSettings) -> FakeEngineConfig:
-    """Say how the fake engine is to behave."""
+def fake_config(settings: SchedulerSettings, files: ModelFiles) -> FakeEngineConfig:
+    """Say how the fake engine is to behave, in place of a model."""
     return FakeEngineConfig(
-        vocab_size=settings.fake_vocab_size,
+        vocab_size=int(files.config["vocab_size"]),
+        eos_token_ids=files.eos_token_ids,
+        fingerprint=f"fake-{files.fingerprint}",
         num_pages=settings.num_pages or FAKE_NUM_PAGES,
         page_size=settings.page_size,
         max_running=settings.max_running_requests,
-        max_seq_len=settings.max_seq_len or FAKE_MAX_SEQ_LEN,
+        max_seq_len=settings.max_seq_len or files.max_seq_len,
         max_step_tokens=step_tokens(settings) or max(FAKE_STEP_TOKENS, settings.max_running_requests),
         eos_every=settings.fake_eos_every,
         base_ms=settings.fake_step_ms,
         crash_marker=settings.fake_crash_marker,
         check=settings.fake_check,
+        stamps=settings.fake_stamps,
     )
 
 

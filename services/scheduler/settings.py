@@ -43,10 +43,10 @@ class SchedulerSettings(ModelSettings):
         disable_custom_all_reduce: NCCL alone between GPUs.
         threads: threads of one operation on a CPU; unset is all cores the process may use.
         fake_step_ms: time a step of the fake engine takes.
-        fake_vocab_size: ids of the fake engine run below it.
         fake_eos_every: on average one token in so many ends an answer of the fake engine; 0 is never.
         fake_crash_marker: ids with commas; a prompt that holds them in a row ends the process.
         fake_check: have the fake engine verify every batch.
+        fake_stamps: the text of the fake engine tells when each token was drawn, for benchmarks.
     """
 
     health_port: int = Field(default=9102, ge=0, le=65535)
@@ -69,10 +69,10 @@ class SchedulerSettings(ModelSettings):
     disable_custom_all_reduce: bool = False
     threads: int | None = Field(default=None, ge=1)
     fake_step_ms: float = Field(default=1.0, ge=0.0)
-    fake_vocab_size: int = Field(default=259, ge=4)
     fake_eos_every: int = Field(default=0, ge=0)
     fake_crash_marker: IdList = ()
     fake_check: bool = True
+    fake_stamps: bool = False
 
     @field_validator("attention_backend")
     @classmethod

@@ -14,7 +14,7 @@ from services.scheduler.agenda import Agenda
 from services.scheduler.desk import Desk
 from services.scheduler.endings import Endings
 from services.scheduler.inbox import Inbox, decode_entries
-from services.scheduler.ledger import Held, Ledger, Phase
+from services.scheduler.ledger import Held, Ledger, Phase, naming
 from services.scheduler.metrics import Cause, SchedulerMetrics
 from shared.broker.call import Call
 from shared.broker.control import aborted
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 AUDIT_COUNT: Final = 128
 """Logs in one audit script: bounds how long it holds the server."""
 FETCH_COUNT: Final = 64
+HEADER_COUNT: Final = 256
 MANY: Final = 512
 """With more requests than this the own stream is listed every fifth second only."""
 
@@ -83,7 +84,7 @@ class Upkeep:
             self._listed_s = now
             agenda.add(list_held(self._keys, self._me), self._on_listed)
         self._add_audits(agenda, held, "audit")
-        for one in [h for h in held if not h.replica][:FETCH_COUNT]:
+        for one in [h for h in held if not h.replica][:HEADER_COUNT]:
             agenda.add_wary(read_log(self._keys, one.uid, count=1), partial(self._on_header, one))
         self._ignored.clear()
 
@@ -152,7 +153,9 @@ class Upkeep:
             self._restart(held)
 
     def _restart(self, held: Held) -> None:
-        log.warning("the broker has lost a part of a reply log; its request starts again from what is left")
+        log.warning(
+            "the broker has lost a part of a reply log; its request starts again from what is left", extra=naming(held)
+        )
         self._metrics.log_restart()
         if held.phase is Phase.LIVE:
             self._desk.end(held.uid, held.attempt)

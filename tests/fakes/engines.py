@@ -9,9 +9,10 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from services.scheduler.broker_link import BrokerLink, LinkConfig
+from services.scheduler.broker_link import BrokerLink
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
+from services.scheduler.link_config import LinkConfig
 from services.scheduler.loop import StepLoop
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.connection import Broker

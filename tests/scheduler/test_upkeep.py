@@ -8,7 +8,7 @@ import pytest
 from services.scheduler.fake_engine import FakeEngineConfig
 from shared.broker import control, streams
 from shared.broker.connection import Broker
-from shared.broker.log_id import split_log_id
+from shared.broker.log_id import is_end, split_log_id
 from shared.messages import GenerateRequest, Heartbeat, encode
 from shared.sampling import SamplingParams
 from shared.settings import RedisSettings
@@ -160,14 +160,18 @@ def test_plain_requests_of_a_dead_api_are_ended_and_resumable_ones_go_on(front: 
 
 def test_the_requests_of_a_living_api_stay(front: Front, watchful: HostedEngine) -> None:
     uid = front.open(watchful.me, max_tokens=1500, replica="api-1")
-    until = time.monotonic() + 2.5
     beats = 0
-    while time.monotonic() < until:
+
+    def beat() -> bool:
+        nonlocal beats
         beats += 1
         front.broker.run(control.beat_and_look(front.keys, "api", "api-1", Heartbeat(beats, "api-1"), ["api"]))
-        front.pump()
-    (reply,) = front.finish(uid)
-    assert reply.finish == "length"
+        return is_end(front.last_ids([uid])[0])
+
+    began = time.monotonic()
+    front.until(beat, "it ends")
+    assert front.reply(uid).finish == "length"
+    assert time.monotonic() - began > 2.0, "longer than the lease of an api, so that it could have been ended"
 
 
 def test_the_step_loop_waits_for_the_detokenizers(
