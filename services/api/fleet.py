@@ -75,6 +75,7 @@ class Fleet:
         self._changed: dict[tuple[Role, str], float] = {}
         self._models: dict[str, int] = {settings.served_model_name: int(time.time())}
         self._beat = 0
+        self._written = b""
         self._up = metrics.gauge(BROKER_UP)
         self._reconnects = metrics.counter(BROKER_RECONNECTS)
         self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
@@ -115,12 +116,14 @@ class Fleet:
 
     async def leave(self) -> None:
         """Take this replica out of the registry, at its clean end."""
-        await self._broker.run(retire(self._broker.keys, "api", self._me, encode(self._heartbeat())))
+        await self._broker.run(retire(self._broker.keys, "api", self._me, self._written))
 
     async def _look(self) -> None:
         self._beat += 1
         roles: tuple[Role, ...] = ("api", *WORKERS)
-        seen = await self._broker.run(beat_and_look(self._broker.keys, "api", self._me, self._heartbeat(), roles))
+        mine = self._heartbeat()
+        self._written = encode(mine)
+        seen = await self._broker.run(beat_and_look(self._broker.keys, "api", self._me, mine, roles))
         self._observer.note(seen)
         now = time.monotonic()
         for role in WORKERS:
