@@ -118,7 +118,7 @@ class Broker:
         connection = self._connection()
         try:
             connection.connect()
-            connection.send_packed_command([b"".join(connection.pack_commands(commands))])
+            connection.send_packed_command([b"".join(connection.pack_commands(commands))])  # one system call
             return [self._answer(connection) for _ in commands]
         except BaseException as e:
             connection.disconnect()  # unread answers must never be taken for those of the next call

@@ -46,7 +46,8 @@ class Fenced(NamedTuple):
             nothing else is in its first launch).
         attempt: number that every token published from now on carries.
         said: tokens in the log; the next one has index said + 1.
-        launches: launches since the last token, this one included (a drain adds none).
+        launches: launches since the last token, this one included (a handover by a draining engine adds none to
+            those before it).
     """
 
     outcome: FenceOutcome

@@ -11,7 +11,6 @@ from typing import Any, Final, Literal, NamedTuple
 from shared.broker.call import MAX_BLOCK_MS as MAX_BLOCK_MS
 from shared.broker.call import Argument, Call, blocking, call_script, load_script, nothing, pairs, word, xread
 from shared.broker.log_id import NO_LOG, LogId
-from shared.errors import WireError
 from shared.keys import DEAD_CAP, ENDED_TTL_MS, GENERATE_TTL_MS, REPLY_TTL_MS, TOKENIZER_GROUP, Keys
 from shared.messages import DeadLetter, GenerateRequest, ReplyHeader, Said, StepChunk, TokenizeRequest, decode, encode
 
@@ -286,7 +285,7 @@ def list_dead(keys: Keys, *, count: int = DEAD_CAP) -> Call[list[tuple[bytes, De
     """List the newest dead letters first."""
     return Call(
         ("XREVRANGE", keys.dead, "+", "-", "COUNT", count),
-        lambda answer: [(entry_id, decode(DeadLetter, _field(fields, b"m"))) for entry_id, fields in answer],
+        lambda answer: [(entry_id, decode(DeadLetter, dict(pairs(flat))[b"m"])) for entry_id, flat in answer],
     )
 
 
@@ -305,18 +304,6 @@ def _read_group(
     how = ("COUNT", count, *blocking(block_ms))
     command = ("XREADGROUP", "GROUP", TOKENIZER_GROUP, consumer, *how, "STREAMS", stream, after)
     return Call(command, _parse_queue, group=(stream, TOKENIZER_GROUP), blocks=block_ms > 0)
-
-
-def _field(fields: Sequence[bytes], name: bytes) -> bytes:
-    """Give one field of a flat entry.
-
-    Raises:
-        WireError: it has no such field.
-    """
-    for key, value in pairs(fields):
-        if key == name:
-            return value
-    raise WireError(f"a stream entry has no field {name.decode()}")
 
 
 def _queue_entry(entry_id: bytes, fields: Sequence[bytes], deliveries: int = 1) -> QueueEntry:

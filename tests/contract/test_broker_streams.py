@@ -213,6 +213,15 @@ def test_a_drain_is_not_a_launch(driver: Driver) -> None:
         assert (fenced.outcome, fenced.launches) == ("OK", 1)
 
 
+def test_the_first_launch_counts_even_after_a_drain(driver: Driver) -> None:
+    entry = driver.queued("A")
+    assert driver.take(entry, "A", "B", "drain") == "OK"
+    (taken,) = driver.entries("B")
+    assert driver.fence(taken, "B").launches == 1
+    assert [driver.fence(taken, "B", why="crash").launches for _ in range(2)] == [2, 3]
+    assert driver.fence(taken, "B", why="crash").outcome == "POISON"
+
+
 def test_a_suspect_waits_until_it_is_alone(driver: Driver) -> None:
     entry = driver.queued()
     assert driver.fence(entry, solo=False).outcome == "OK"

@@ -7,7 +7,8 @@ if not attempt or attempt == END then
   return {attempt and 'ENDED' or 'GONE'}
 end
 if fields.k == 'f' and fields.e == ARGV[2] then return {'OK', attempt, said, fields.n} end   -- asked again
-local n = tries(fields) + (ARGV[3] == 'drain' and 0 or 1)
+local before = tries(fields)
+local n = (ARGV[3] == 'drain' and before > 0) and before or before + 1   -- handed over: not its fault, yet launched
 if n > tonumber(ARGV[6]) then return {'POISON'} end
 if n > 1 and ARGV[7] == '0' then return {'SUSPECT'} end
 local new = after(attempt)
