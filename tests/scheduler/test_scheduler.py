@@ -360,6 +360,8 @@ def test_short_prompt_does_not_wait_for_a_very_long_one(depth):
     driver.run()
     halves = [int(b.lengths[list(b.slots).index(0)]) for b in driver.batches if 0 in b.slots][:40]
     assert min(halves) >= 32, "the long one never gets less than half"
+    shares = [int(b.lengths[b.num_decode :].sum()) for b in driver.batches[:40]]
+    assert shares == [64] * 40, "what nobody takes goes to the long one"
 
 
 def test_running_rows_are_not_held_up_by_a_long_prompt():
