@@ -106,6 +106,10 @@ class Front:
         (entry,) = self.broker.run(streams.read_queue(self.keys, self.model, "t1", count=1))
         assert self.broker.run(streams.move(self.keys, self.model, entry.entry_id, engine, [request])) == "OK"
 
+    def drop_queue(self) -> None:
+        """Lose what is queued for the tokenizers."""
+        self.broker.run(command("DEL", self.keys.tokenize(self.model)))
+
     def end(self, uid: str) -> str:
         """End a request, as a client that hangs up does."""
         error = ErrorBody(499, "gone", "aborted")
