@@ -81,5 +81,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # no thread that watches the bar: it would outlive the load
+
+
 def _progress(items: Iterable[_Filling], total: int) -> Iterable[_Filling]:
-    return tqdm(items, total=total, desc="loading weights", unit="tensor", leave=False, disable=not sys.stderr.isatty())
+    shown = sys.stderr.isatty()
+    return _Bar(items, total=total, desc="loading weights", unit="tensor", leave=False, disable=not shown)
