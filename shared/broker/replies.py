@@ -6,10 +6,13 @@ on that id; the inbox only rings. Owns the calls and what their answers mean, no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from shared.broker.call import MAX_BLOCK_MS, Argument, Call, call_script, load_script, pairs, word, xread
 from shared.broker.log_id import NO_LOG, LogId
+from shared.broker.rings import Ring as Ring
+from shared.broker.rings import Rings, parse_rings, ring_head
 from shared.broker.streams import FIRST, Why
 from shared.errors import WireError
 from shared.keys import (
@@ -125,21 +128,22 @@ def append(keys: Keys, items: Sequence[Item]) -> Call[list[LogId]]:
     written; forget the uid's state, rebuild it from the log and look again.
     """
     assert len(items) <= APPEND_CAP, "a flush is cut into calls of APPEND_CAP items"
-    inboxes: dict[str, int] = {}
-    names: list[str] = []
-    arguments: list[Argument] = []
-    for item in items:
-        box = inboxes.setdefault(item.replica, len(inboxes) + 1)
-        names.append(keys.reply(item.uid))
-        arguments += (item.prev, item.log_id, item.blob, item.uid, box)
-        if item.terminal is None:
-            arguments += ("", "", "", "")
-        else:
-            engine, entry_id, ttl_ms = item.terminal
-            arguments += (ttl_ms, keys.generate(engine), entry_id, keys.abort(item.uid))
-    names[:0] = [keys.inbox(replica) for replica in inboxes]
-    arguments[:0] = (len(inboxes), INBOX_CAP, INBOX_TTL_MS, ABORT_TTL_MS)
-    return call_script(_APPEND, names, arguments, _as_is)
+    boxes: dict[str, list[int]] = {}
+    for place, item in enumerate(items):
+        boxes.setdefault(item.replica, []).append(place)
+    order = [place for places in boxes.values() for place in places]
+    names = [keys.inbox(replica) for replica in boxes]
+    arguments: list[Argument] = [len(boxes), INBOX_CAP, INBOX_TTL_MS, ABORT_TTL_MS, *map(len, boxes.values())]
+    terminals: list[Argument] = []
+    for number, place in enumerate(order, start=1):
+        uid, prev, log_id, blob, _, terminal = items[place]
+        names.append(keys.reply(uid))
+        arguments += (prev, log_id, blob, ring_head(uid, prev, log_id))
+        if terminal is not None:
+            engine, entry_id, ttl_ms = terminal
+            terminals += (number, ttl_ms, keys.generate(engine), entry_id, keys.abort(uid))
+    arguments += terminals
+    return call_script(_APPEND, names, arguments, partial(_in_order, order))
 
 
 def end(keys: Keys, uid: str, delta: Delta, *, attempt: int | None = None) -> Call[Ended]:
@@ -253,26 +257,6 @@ def life_ms(header: ReplyHeader) -> int:
 # --- the inbox ---------------------------------------------------------------------------------------------
 
 
-class Ring(NamedTuple):
-    """One entry of one log, as it rings in the inbox; `blob` is its encoded Delta.
-
-    `prev` equal to the last id known: it follows at once. `log_id` not above that: known already.
-    Anything else: read the log.
-    """
-
-    uid: str
-    prev: LogId
-    log_id: LogId
-    blob: bytes
-
-
-class Rings(NamedTuple):
-    """What a look into the inbox gives, and where the next one starts."""
-
-    position: bytes
-    rings: list[Ring]
-
-
 def read_inbox(
     keys: Keys, replica: str, *, after: bytes = FIRST, count: int = 64, block_ms: int = MAX_BLOCK_MS
 ) -> Call[Rings]:
@@ -286,7 +270,7 @@ def read_inbox(
         block_ms: wait this long for the first; 0 does not wait.
     """
     command = xread({keys.inbox(replica): after}, count, block_ms)
-    return Call(command, lambda answer: _parse_rings(answer, after), blocks=block_ms > 0)
+    return Call(command, lambda answer: parse_rings(answer, after), blocks=block_ms > 0)
 
 
 def trim_inbox(keys: Keys, replica: str, position: bytes) -> Call[int]:
@@ -301,6 +285,11 @@ def trim_inbox(keys: Keys, replica: str, position: bytes) -> Call[int]:
 
 def _as_is(answer: Any) -> Any:
     return answer
+
+
+def _in_order(order: Sequence[int], answer: Sequence[LogId]) -> list[LogId]:
+    """Put answers back where their items were."""
+    return [last for _, last in sorted(zip(order, answer, strict=True))]
 
 
 def _parse_fenced(answer: Any) -> Fenced:
@@ -329,14 +318,3 @@ def _log_entry(log_id: LogId, fields: dict[bytes, bytes]) -> LogEntry:
                 raise WireError(f"a reply log has an entry of kind {kind!r}")
     except KeyError as e:
         raise WireError(f"an entry of a reply log has no field {e}") from e
-
-
-def _parse_rings(answer: Any, after: bytes) -> Rings:
-    rings: list[Ring] = []
-    for _, entries in answer or ():
-        for entry_id, fields in entries:
-            after = entry_id
-            for uid, value in pairs(fields):
-                prev, log_id, blob = value.split(b" ", 2)
-                rings.append(Ring(uid.decode(), LogId(prev), LogId(log_id), blob))
-    return Rings(after, rings)

@@ -285,7 +285,7 @@ def list_dead(keys: Keys, *, count: int = DEAD_CAP) -> Call[list[tuple[bytes, De
     """List the newest dead letters first."""
     return Call(
         ("XREVRANGE", keys.dead, "+", "-", "COUNT", count),
-        lambda answer: [(entry_id, decode(DeadLetter, dict(pairs(flat))[b"m"])) for entry_id, flat in answer],
+        lambda answer: [(entry_id, decode(DeadLetter, dict(pairs(flat)).get(b"m", b""))) for entry_id, flat in answer],
     )
 
 

@@ -64,13 +64,18 @@ class Machine:
         self.keys = world.keys
         self.id = world.name(f"{self.role}-")
         self.paused = 0
+        self._restarts = world.restarts
         self._now_s = 0.0
         self._beats = 0
         self.observer = Observer(self.id, leases=LEASES, interval_s=LOOK_S, clock=lambda: self._now_s)
         self.world.broker.run(self._beat_call())
 
     def act(self) -> None:
-        """Do one action."""
+        """Do one action; after a lost connection, what it asks for first."""
+        if self._restarts != self.world.restarts:
+            self._restarts = self.world.restarts
+            self.observer.lost()
+            self.lost_connection()
         action: Callable[[], None] = getattr(self, self.world.rng.choice(self.actions))
         action()
 
@@ -87,6 +92,9 @@ class Machine:
     def died(self) -> None:
         """Leave behind what a dead process leaves."""
 
+    def lost_connection(self) -> None:
+        """Doubt what was read before."""
+
 
 class Api(Machine):
     """Opens requests, says what comes back, and alone repairs what was lost."""
@@ -102,6 +110,9 @@ class Api(Machine):
     def died(self) -> None:
         for client in self.open_clients.values():
             client.gone = True
+
+    def lost_connection(self) -> None:
+        self.position = streams.FIRST
 
     def open(self) -> None:
         world = self.world
@@ -285,6 +296,9 @@ class Tokenizer(Machine):
         self.job: streams.QueueEntry | None = None
         self.lost_sight = True
 
+    def lost_connection(self) -> None:
+        self.lost_sight = True
+
     def read(self) -> None:
         if self.job is not None:
             return self._work(self.job)
@@ -368,6 +382,9 @@ class Detokenizer(Machine):
         self.texts: dict[str, _Text] = {}
         self.owner = True
         self.flush: _Flush | None = None
+
+    def lost_connection(self) -> None:
+        self.positions = dict.fromkeys(range(NUM_SHARDS), streams.FIRST)
 
     def join(self) -> None:
         """Views of who owns a shard differ for a while: both owners work, or none."""

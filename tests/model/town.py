@@ -84,11 +84,12 @@ class Town:
     def check_now(self) -> None:
         """What must hold between any two commands."""
         self._check_lives()
-        if not self.world.data_lost:
+        opened_again = self.world.events["opened again"]
+        if opened_again and not self.world.forgetful:
+            raise Violation("an api opened a request again, though no data was lost")
+        if not self.world.data_lost and not opened_again:
             self._check_logs()
             self._check_holders()
-            if self.world.events["opened again"]:
-                raise Violation("an api opened a request again, though no data was lost")
 
     def _check_lives(self) -> None:
         streams = ("tokenize:", "tokens:", "alive:")

@@ -96,6 +96,8 @@ class World:
         self.logs: dict[str, list[Any]] = {}
         self._snapshot: list[tuple[bytes, int, bytes]] | None = None
         self._names = 0
+        self.restarts = 0
+        """Times the server came back without some of its data; machines see a lost connection then."""
 
     # --- what machines use ---
 
@@ -132,6 +134,7 @@ class World:
     def wipe(self) -> None:
         """Lose everything."""
         self._lose("wiped")
+        self.restarts += 1
         for key in self.find_keys():
             self.raw("DEL", key)
 
@@ -155,6 +158,7 @@ class World:
         """Come back with what was remembered."""
         assert self._snapshot is not None
         self._lose("rolled back")
+        self.restarts += 1
         for key in self.find_keys():
             self.raw("DEL", key)
         for key, ttl_ms, value in self._snapshot:

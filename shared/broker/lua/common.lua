@@ -21,3 +21,7 @@ local function tries(fields)
   return fields and (fields.k == 'f' or fields.k == 'o') and tonumber(fields.n) or 0
 end
 
+-- What rings in an inbox, as msgpack: the head of an array of rings, and of one ring, which its delta follows.
+local function array(n) return string.char(220, math.floor(n / 256), n % 256) end
+local function bin(word) return string.char(196, #word) .. word end
+local function ring(uid, prev, id) return string.char(148, 217, #uid) .. uid .. bin(prev) .. bin(id) end

@@ -1,0 +1,57 @@
+"""What rings in the inbox of an api replica: all that one flush has said to its requests, packed as one message.
+
+Owns the packing. Heads are made by whoever writes, so that the server only joins them with the deltas; `ring` of
+lua/common.lua makes the same for a terminal whose predecessor only the server knows.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from shared.broker.log_id import LogId
+from shared.errors import WireError
+
+
+class Ring(NamedTuple):
+    """One entry of one log, as it rings in the inbox; `blob` is its encoded Delta.
+
+    `prev` equal to the last id known: it follows at once. `log_id` not above that: known already.
+    Anything else: read the log.
+    """
+
+    uid: str
+    prev: LogId
+    log_id: LogId
+    blob: msgspec.Raw
+
+
+class Rings(NamedTuple):
+    """What a look into the inbox gives, and where the next one starts."""
+
+    position: bytes
+    rings: list[Ring]
+
+
+_decoder: Final = msgspec.msgpack.Decoder(list[Ring])
+
+
+def ring_head(uid: str, prev: LogId, log_id: LogId) -> bytes:
+    """Pack what a ring says before its delta."""
+    return b"\x94\xd9%c%b\xc4%c%b\xc4%c%b" % (len(uid), uid.encode(), len(prev), prev, len(log_id), log_id)
+
+
+def parse_rings(answer: Any, after: bytes) -> Rings:
+    """Understand the answer of a read that began behind `after`.
+
+    Raises:
+        WireError: an entry is none of ours.
+    """
+    rings: list[Ring] = []
+    position = after
+    for _, entries in answer or ():
+        for position, fields in entries:  # noqa: B007  # the last one is where the next read begins
+            try:
+                rings += _decoder.decode(fields[1])
+            except msgspec.DecodeError as e:
+                raise WireError(f"an entry of an inbox is none of ours: {e}") from e
+    return Rings(position, rings)
