@@ -18,7 +18,7 @@ from services.scheduler.link_config import LinkConfig
 from services.scheduler.loop import StepLoop
 from services.scheduler.metrics import Gauges, SchedulerMetrics, StepTimes
 from services.scheduler.settings import SchedulerSettings
-from shared.errors import MillraceError
+from shared.errors import ConfigError, MillraceError
 from shared.messages import Heartbeat
 from shared.model_files import BYTES_NAME, ModelFiles, locate
 from shared.runtime import Life
@@ -32,6 +32,12 @@ SWITCH_INTERVAL_S: Final = 5e-4
 """The I/O thread waits at most so long for the interpreter while the step loop computes."""
 FLUSH_S: Final = 2.0
 """Kept of the drain time for sending what is left and handing over."""
+UNBUILT: Final[dict[str, tuple[object, ...]]] = {
+    "tensor_parallel_size": (1,),
+    "moe_backend": ("auto",),
+    "cuda_graph_max_bs": (None, 0),
+}
+"""Settings whose other values wait for their part of the engine."""
 FAKE_NUM_PAGES: Final = 4096
 FAKE_STEP_TOKENS: Final = 2048
 
@@ -196,6 +202,7 @@ def build(settings: SchedulerSettings) -> Engine:
     Raises:
         ConfigError: the model or the device cannot be served as set.
     """
+    refuse_unbuilt(settings)
     is_fake = settings.engine == "fake"
     name = settings.model or (BYTES_NAME if is_fake else "")
     files = locate(name, settings.model_source, revision=settings.model_revision, weights=not is_fake)
@@ -204,6 +211,17 @@ def build(settings: SchedulerSettings) -> Engine:
     from services.scheduler.engine.engine import build_engine  # torch only where it is used
 
     return build_engine(engine_config(settings), files)
+
+
+def refuse_unbuilt(settings: SchedulerSettings) -> None:
+    """Refuse what this engine does not do yet, rather than ignore it.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    for field, allowed in UNBUILT.items():
+        if getattr(settings, field) not in allowed:
+            raise ConfigError(f"MILLRACE_{field.upper()}: this engine knows only {' and '.join(map(str, allowed))}")
 
 
 def fake_config(settings: SchedulerSettings, files: ModelFiles) -> FakeEngineConfig:
@@ -219,6 +237,8 @@ def fake_config(settings: SchedulerSettings, files: ModelFiles) -> FakeEngineCon
         max_step_tokens=step_tokens(settings) or max(FAKE_STEP_TOKENS, settings.max_running_requests),
         eos_every=settings.fake_eos_every,
         base_ms=settings.fake_step_ms,
+        row_us=settings.fake_row_us,
+        token_us=settings.fake_token_us,
         crash_marker=settings.fake_crash_marker,
         check=settings.fake_check,
         stamps=settings.fake_stamps,

@@ -43,6 +43,8 @@ class SchedulerSettings(ModelSettings):
         disable_custom_all_reduce: NCCL alone between GPUs.
         threads: threads of one operation on a CPU; unset is all cores the process may use.
         fake_step_ms: time a step of the fake engine takes.
+        fake_row_us: microseconds the fake engine adds to a step per decoding request.
+        fake_token_us: microseconds it adds per prompt token.
         fake_eos_every: on average one token in so many ends an answer of the fake engine; 0 is never.
         fake_crash_marker: ids with commas; a prompt that holds them in a row ends the process.
         fake_check: have the fake engine verify every batch.
@@ -69,6 +71,8 @@ class SchedulerSettings(ModelSettings):
     disable_custom_all_reduce: bool = False
     threads: int | None = Field(default=None, ge=1)
     fake_step_ms: float = Field(default=1.0, ge=0.0)
+    fake_row_us: float = Field(default=0.0, ge=0.0)
+    fake_token_us: float = Field(default=0.0, ge=0.0)
     fake_eos_every: int = Field(default=0, ge=0)
     fake_crash_marker: IdList = ()
     fake_check: bool = True

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.service import fake_config, step_tokens
+from services.scheduler.service import build, fake_config, step_tokens
 from services.scheduler.settings import SchedulerSettings
 from shared.errors import ConfigError
 from shared.model_files import BYTES_NAME, locate
@@ -44,3 +44,9 @@ def test_the_fake_engine_speaks_the_vocabulary_of_the_model_it_stands_for() -> N
     assert config.eos_token_ids == files.eos_token_ids
     assert config.crash_marker == (1, 2)
     assert config.max_step_tokens >= config.max_running
+
+
+@pytest.mark.parametrize(("field", "value"), [("tensor_parallel_size", 2), ("moe_backend", "triton")])
+def test_what_the_engine_does_not_do_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"MILLRACE_{field.upper()}"):
+        build(SchedulerSettings(engine="fake", **{field: value}))  # type: ignore[arg-type]
