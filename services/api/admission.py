@@ -91,6 +91,10 @@ class Admission:
         self.num_bytes -= job.cost_bytes
         self._rate.note(finished)
 
+    def capacity(self, model: str) -> int:
+        """Give the choices that may run and wait for a model, over all replicas."""
+        return self._fleet.load(model).max_running + self._settings.max_queued_requests
+
     def full(self, message: str, places: int) -> RateLimited:
         """Make the refusal of a full queue, with the measured wait."""
         return RateLimited(message, retry_after_s=self._rate.wait_s(places))
@@ -120,7 +124,7 @@ class Admission:
     def _check_room(self, job: Job) -> None:
         load = self._fleet.load(job.model)
         settings = self._settings
-        capacity = load.max_running + settings.max_queued_requests
+        capacity = self.capacity(job.model)
         inside = self.num_choices + self._fleet.num_open_elsewhere
         if inside and inside + job.num_choices > capacity:
             raise self.full("too many requests are waiting for this model", inside + job.num_choices - capacity)

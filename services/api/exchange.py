@@ -22,7 +22,7 @@ class Choice:
     Attributes:
         index: over all choices of the request.
         last_id: of the log, when the last delta was said; its terminal's once it ended.
-        attempt: the highest attempt seen, so that a log opened again stands above it.
+        attempt: of the last `open` or reading; with that of `last_id`, what a log opened again must stand above.
         token_ids, texts: all that was said; a log that lost data is opened again with them.
         ended: the terminal.
         entry: of the tokenize stream, as the last `open` gave it.

@@ -41,7 +41,7 @@ class Replies:
     """
 
     def __init__(
-        self, broker: AsyncBroker, replica: str, janitor: Janitor, repair: Repair, metrics: ApiMetrics, *, cap: int
+        self, broker: AsyncBroker, replica: str, janitor: Janitor, repair: Repair, metrics: ApiMetrics
     ) -> None:
         """Prepare; `run` reads.
 
@@ -51,20 +51,22 @@ class Replies:
             janitor: ends and deletes logs behind the requests.
             repair: reads logs and opens them again.
             metrics: of the api.
-            cap: entries a tokenize queue may hold.
         """
         self._broker = broker
         self._replica = replica
         self._janitor = janitor
         self._repair = repair
         self._metrics = metrics
-        self._cap = cap
         self._recent: OrderedDict[str, float] = OrderedDict()
         self.choices: dict[str, Choice] = {}
         self.exchanges: set[Exchange] = set()
 
-    async def open(self, exchange: Exchange) -> None:
+    async def open(self, exchange: Exchange, cap: int) -> None:
         """Register a request and queue it. When this raises, the caller closes the exchange all the same.
+
+        Args:
+            exchange: the request.
+            cap: entries the tokenize queue may hold.
 
         Raises:
             RateLimited: the queue is full.
@@ -75,7 +77,7 @@ class Replies:
             self.choices[choice.uid] = choice
         self.exchanges.add(exchange)
         request = make_request(exchange.job, exchange.choices)
-        call = open_request(self._broker.keys, request, make_choices(exchange, self._replica), cap=self._cap)
+        call = open_request(self._broker.keys, request, make_choices(exchange, self._replica), cap=cap)
         backoff = Backoff()
         for attempt in range(1, _OPEN_TRIES + 1):
             try:
@@ -186,7 +188,9 @@ class Replies:
 def follows(choice: Choice, prev: LogId) -> bool:
     """Whether a delta whose predecessor is `prev` continues what the client was told.
 
-    Normally `prev` is the last id said. While nothing was said at all, any predecessor that holds no token will
-    do: the engine's first fence lies between, and no earlier telling can be contradicted.
+    Normally `prev` is the last id said. While nothing was said at all, a predecessor that holds no token will do,
+    if it is no older than the log: the engine's first fence lies between, and no telling can be contradicted.
     """
-    return prev == choice.last_id or (choice.said == 0 and prev.endswith(b"-0"))
+    if prev == choice.last_id:
+        return True
+    return choice.said == 0 and prev.endswith(b"-0") and split_log_id(prev)[0] >= choice.attempt

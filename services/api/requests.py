@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from services.api.exchange import Choice, Exchange
 from services.api.job import Job
-from shared.broker.log_id import NO_LOG, LogId
+from shared.broker.log_id import NO_LOG, LogId, split_log_id
 from shared.broker.streams import Choice as OpenChoice
 from shared.messages import ReplyHeader, Said, TokenizeRequest
 
@@ -58,4 +58,5 @@ def make_repair(choice: Choice, replica: str, expect: LogId) -> OpenChoice:
     """Name a log that is opened again, over one that ends at `expect`, with what its client was told."""
     said = Said(choice.token_ids, choice.text) if choice.said else None
     header = make_header(choice.exchange.job, choice, replica)
-    return OpenChoice(choice.uid, header, expect or NO_LOG, choice.attempt, said)
+    seen = max(choice.attempt, split_log_id(LogId(choice.last_id))[0])
+    return OpenChoice(choice.uid, header, expect or NO_LOG, seen, said)

@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: ApiService) -> None:
         super().__init__(config)
         self._service = service
-        self._parent = os.getppid() if service.settings.reuse_port else 0
+        self._parent = os.getppid() if service.settings.api_reuse_port else 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end, or stop ending gently."""
@@ -101,7 +101,7 @@ def listen(settings: ApiSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if settings.reuse_port:
+    if settings.api_reuse_port:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((settings.host, settings.port))

@@ -61,9 +61,7 @@ class ApiService:
             self.broker, self.incarnation, self.fleet, self.metrics,
             repair_after=settings.repair_after, reopen_after=settings.reopen_after,
         )  # fmt: skip
-        self.replies = Replies(
-            self.broker, self.incarnation, self.janitor, self.repair, self.metrics, cap=settings.max_queued_requests
-        )
+        self.replies = Replies(self.broker, self.incarnation, self.janitor, self.repair, self.metrics)
         self.admission = Admission(settings, self.fleet)
         self._ready = common.gauge(READY)
         self._draining = common.gauge(DRAINING)
@@ -132,7 +130,7 @@ class ApiService:
             RateLimited: with the measured wait. Unavailable, BrokerError: as `Replies.open`.
         """
         try:
-            await self.replies.open(exchange)
+            await self.replies.open(exchange, self.admission.capacity(exchange.job.model))
         except RateLimited as e:
             self.metrics.refused.labels("queue_full").inc()
             raise self.admission.full(e.message, len(exchange.choices)) from e

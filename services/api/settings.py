@@ -26,7 +26,7 @@ class ApiSettings(ServiceSettings):
         host: address the HTTP server listens on.
         port: its port; 0 takes any free one and logs it.
         api_workers: processes that share the port; each is a replica of its own.
-        reuse_port: listen beside other processes on the same port; set by the parent of workers.
+        api_reuse_port: listen beside other processes on the same port; set by the parent of workers.
         api_keys: `key` or `name=key`, with commas between; empty serves without keys.
         api_keys_file: the same, one per line; lines that begin with # are comments.
         metrics_key: when set, /metrics wants it as a bearer token.
@@ -53,7 +53,7 @@ class ApiSettings(ServiceSettings):
     host: str = "0.0.0.0"  # a container's clients come from outside of it
     port: int = Field(default=8000, ge=0, le=65535)
     api_workers: int = Field(default=1, ge=1, le=64)
-    reuse_port: bool = Field(default=False, validation_alias="MILLRACE_API_REUSE_PORT")
+    api_reuse_port: bool = False
     api_keys: KeyList = ()
     api_keys_file: Path | None = None
     metrics_key: SecretStr | None = None

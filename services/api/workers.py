@@ -32,7 +32,7 @@ class Workers:
     """The parent of the workers of one port. `run` is its whole life."""
 
     def __init__(self, settings: ApiSettings) -> None:
-        self._settings = settings.model_copy(update={"reuse_port": True})
+        self._settings = settings.model_copy(update={"api_reuse_port": True})
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._born: dict[int, float] = {}
         self._due: dict[int, float] = {}

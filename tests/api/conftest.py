@@ -1,6 +1,7 @@
 """A real api (uvicorn in a thread, real Redis) with a scripted engine side."""
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ from services.api.server import Server, listen, make_config
 from services.api.service import ApiService
 from services.api.settings import ApiSettings
 from services.launcher.redis_server import RedisServer
+from shared.settings import RedisSettings
 from tests.api.engine_side import MODEL, EngineSide
+from tests.redis_keys import delete_keys
 from tests.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -79,16 +82,36 @@ def start_api(api_settings: dict[str, Any]) -> Iterator[StartApi]:
         api.stop()
 
 
-@pytest.fixture
-def engine(redis_settings: Any) -> Iterator[EngineSide]:
-    side = EngineSide(redis_settings).start()
-    yield side
+@pytest.fixture(scope="session")
+def shared_pair(redis_server: RedisServer) -> Iterator[tuple[RunningApi, EngineSide]]:
+    """A replica and an engine side for all tests that need nothing special of them."""
+    redis = RedisSettings(redis_url=redis_server.url, redis_prefix=f"test-{uuid.uuid4().hex[:12]}")
+    side = EngineSide(redis).start()
+    told = {"redis_url": redis.redis_url, "redis_prefix": redis.redis_prefix, "served_model_name": MODEL}
+    api = RunningApi(ApiSettings(host=HOST, port=0, drain_timeout=3.0, **told))
+    api.wait_ready()
+    yield api, side
+    api.stop()
     side.stop()
+    delete_keys(redis)
 
 
 @pytest.fixture
-def api(start_api: StartApi, engine: EngineSide) -> RunningApi:
-    """One ready replica."""
-    running = start_api()
-    running.wait_ready()
-    return running
+def engine(request: pytest.FixtureRequest) -> Iterator[EngineSide]:
+    """An engine side of the test's own if it starts an api, else the shared one, idle before and after."""
+    if {"start_api", "start_process"} & set(request.fixturenames):
+        side = EngineSide(request.getfixturevalue("redis_settings")).start()
+        yield side
+        side.stop()
+        return
+    api, side = request.getfixturevalue("shared_pair")
+    side.reset()
+    yield side
+    side.reset()
+    eventually(lambda: not side.running and not api.service.replies.exchanges, "all requests are over")
+
+
+@pytest.fixture
+def api(engine: EngineSide, shared_pair: tuple[RunningApi, EngineSide]) -> RunningApi:
+    """The shared replica, ready."""
+    return shared_pair[0]

@@ -99,6 +99,15 @@ class EngineSide:
             thread.start()
         return self
 
+    def reset(self) -> None:
+        """Be as new for the next test."""
+        self.script, self.reject = words, lambda request: None
+        self.step_limit, self.tick_s = None, 0.002
+        self.queued.clear()
+        self.ended.clear()
+        self.reading.set()
+        self.release()
+
     def hold(self) -> None:
         """Say nothing from now on."""
         self.go.clear()

@@ -22,6 +22,14 @@ HI: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "
 TEXT = " w1 w2 w3 w4 w5 w6"
 
 
+@pytest.fixture
+def api(start_api: StartApi, engine: EngineSide) -> RunningApi:
+    """A replica whose numbers are this test's alone."""
+    running = start_api()
+    running.wait_ready()
+    return running
+
+
 def opened(attempt: int = 1, said: Said | None = None) -> OpenEntry:
     count = len(said.token_ids) if said else 0
     return OpenEntry(make_log_id(attempt, count), ReplyHeader("api"), said, 0, b"5-0")
