@@ -4,12 +4,14 @@ Owns the packing. Heads are made by whoever writes, so that the server only join
 lua/common.lua makes the same for a terminal whose predecessor only the server knows.
 """
 
+import logging
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from shared.broker.log_id import LogId
-from shared.errors import WireError
+
+log = logging.getLogger(__name__)
 
 
 class Ring(NamedTuple):
@@ -43,15 +45,14 @@ def ring_head(uid: str, prev: LogId, log_id: LogId) -> bytes:
 def parse_rings(answer: Any, after: bytes) -> Rings:
     """Understand the answer of a read that began behind `after`.
 
-    Raises:
-        WireError: an entry is none of ours.
+    An entry that is none of ours is told to the log and passed over: what it may have rung for is in the logs.
     """
     rings: list[Ring] = []
     position = after
     for _, entries in answer or ():
-        for position, fields in entries:  # noqa: B007  # the last one is where the next read begins
+        for position, fields in entries:  # the last one is where the next read begins
             try:
                 rings += _decoder.decode(fields[1])
-            except msgspec.DecodeError as e:
-                raise WireError(f"an entry of an inbox is none of ours: {e}") from e
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                log.warning("entry %s of an inbox is none of ours, it is passed over", position.decode())
     return Rings(position, rings)
