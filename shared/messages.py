@@ -93,6 +93,9 @@ class StepChunk(Message, tag="step", frozen=True):
         finishes: place -> how the choice ended with this step.
         starts: place -> (prompt tokens, cached prompt tokens), in the first chunk of an attempt.
         logprobs: place -> one entry per token, without bytes (the detokenizer adds them).
+        prompts: place -> one entry per token of the prompt, likewise, with the first token of a choice that asked
+            for them. The first entry has no log probability (0 without alternatives), nor has any if none were asked.
+        complete: places that end with "stop" although their last token is part of the text, as nothing could follow.
     """
 
     engine: str
@@ -105,6 +108,8 @@ class StepChunk(Message, tag="step", frozen=True):
     finishes: dict[int, FinishReason] = {}
     starts: dict[int, tuple[int, int]] = {}
     logprobs: dict[int, list[LogprobEntry]] = {}
+    prompts: dict[int, list[LogprobEntry]] = {}
+    complete: list[int] = []
 
 
 class ReplyHeader(Message, tag="header", frozen=True):
@@ -141,6 +146,7 @@ class Delta(Message, tag="delta", frozen=True):
 
     `first` is the index of the first of `token_ids`. Text may lag behind the tokens (a character or a stop
     string in the making) but is a function of the tokens said so far, so any detokenizer cuts it alike.
+    `prompt` is there in the delta that begins a reply, if its choice asked for it; see `StepChunk.prompts`.
     """
 
     first: int
@@ -152,6 +158,7 @@ class Delta(Message, tag="delta", frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     stamp_ns: int = 0
+    prompt: list[LogprobEntry] = []
 
     @property
     def ends(self) -> bool:
@@ -206,7 +213,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(kind: type[M], data: bytes) -> M:
+def decode(kind: type[M], data: bytes | msgspec.Raw) -> M:
     """Unpack a message.
 
     Raises:

@@ -3,7 +3,7 @@
 The api checks a client's values against BOUNDS and names the field it refuses; behind it they are trusted.
 """
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -25,6 +25,24 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 """Closed intervals per float field; `logit_bias` bounds each of its values."""
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice"]
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What an answer must look like.
+
+    Attributes:
+        kind: how to read `text`: a JSON schema, a regular expression that the whole answer matches, a grammar in
+            Lark's or llama.cpp's notation, or a JSON list of the texts to choose from.
+        text: the schema, expression, grammar or list.
+        lenient: a schema's keywords that cannot be enforced are left aside instead of refused.
+    """
+
+    kind: GrammarKind
+    text: str
+    lenient: bool = False
+
+
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """What the engine needs to draw the tokens of one choice. New fields go last, with a default.
 
@@ -37,6 +55,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
         logprobs: None for none, else how many alternatives (0 to 20) to report beside the token itself.
         min_tokens: end tokens and stop token ids cannot be drawn before this many tokens.
         ignore_eos: the model's end tokens do not end the choice.
+        prompt_logprobs: None for none, else how many alternatives to report for each token of the prompt.
+        returns_prompt: the prompt's tokens are reported with the first token, whether scored or not.
+        grammar: what the answer must look like, or None.
     """
 
     max_tokens: int | None = None
@@ -53,6 +74,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     min_tokens: int = 0
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+    returns_prompt: bool = False
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -26,13 +26,14 @@ from shared.messages import (
     StepChunk,
     TokenizeRequest,
 )
-from shared.sampling import SamplingParams
+from shared.sampling import Grammar, SamplingParams
 
 GOLDEN = Path(__file__).with_name("golden")
 FIELDS = GOLDEN / "fields.json"
 
 UID, OTHER_UID = "0193d1f0a1b2" + "0" * 20, "0193d1f0a1b3" + "f" * 20
 
+GRAMMAR = Grammar(kind="json_schema", text='{"type":"object"}', lenient=True)
 PARAMS = SamplingParams(
     max_tokens=12,
     temperature=0.5,
@@ -48,11 +49,15 @@ PARAMS = SamplingParams(
     min_tokens=1,
     stop_token_ids=[5, 6],
     ignore_eos=True,
+    prompt_logprobs=2,
+    returns_prompt=True,
+    grammar=GRAMMAR,
 )
 ERROR = ErrorBody(status=500, message="launched 3 times", type="server_error", code="poison", param="messages")
 LOGPROB = LogprobEntry(token_id=9, logprob=-0.25, token=b"\xe2\x82", top=[(9, -0.25, b"\xe2\x82"), (4, -1.5, b"a")])
 
 SAMPLES: list[msgspec.Struct] = [
+    GRAMMAR,
     PARAMS,
     ERROR,
     LOGPROB,
@@ -97,6 +102,8 @@ SAMPLES: list[msgspec.Struct] = [
         finishes={1: "length"},
         starts={0: (31, 16)},
         logprobs={0: [LogprobEntry(token_id=9, logprob=-0.5)]},
+        prompts={0: [LogprobEntry(token_id=7, logprob=0.0), LogprobEntry(token_id=8, logprob=-1.5)]},
+        complete=[1],
     ),
     ReplyHeader(
         replica="api-0-1a2b3c4d",
@@ -120,6 +127,7 @@ SAMPLES: list[msgspec.Struct] = [
         prompt_tokens=31,
         cached_tokens=16,
         stamp_ns=1_800_000_000_000_000_000,
+        prompt=[LogprobEntry(token_id=7, logprob=0.0, token=b"a")],
     ),
     Heartbeat(
         beat=7,
@@ -147,7 +155,7 @@ def structs() -> dict[str, type[msgspec.Struct]]:
     """Name every struct that crosses a process boundary."""
     kinds = {name: value for name, value in vars(messages).items() if isinstance(value, type)}
     wire = {name: kind for name, kind in kinds.items() if issubclass(kind, Message) and kind is not Message}
-    return {"SamplingParams": SamplingParams, **wire}
+    return {"Grammar": Grammar, "SamplingParams": SamplingParams, **wire}
 
 
 def shape(kind: type[msgspec.Struct]) -> list[list[Any]]:
