@@ -104,18 +104,25 @@ class RedisServer:
     """
 
     def __init__(
-        self, program: Program, directory: Path, *, persistent: bool = False, extra: Mapping[str, str] | None = None
+        self,
+        program: Program,
+        directory: Path,
+        *,
+        port: int | None = None,
+        persistent: bool = False,
+        extra: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
 
         Args:
             program: one of `find_programs()`.
             directory: for its data; exists.
+            port: where it listens; None takes a free one.
             persistent: whether a restart finds the data again.
             extra: more of its configuration, name -> value.
         """
         self.program = program
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.directory = directory
         more = [word for name, value in (extra or {}).items() for word in (f"--{name}", value)]
         self._argv = [str(program.path), *options(directory, self.port, persistent=persistent), *more]

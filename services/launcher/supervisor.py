@@ -52,8 +52,11 @@ class Supervisor:
         self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s
         self._fatal_codes = fatal_codes
-        # What was ignored before us (nohup ignores SIGHUP) stays ignored; a blocked signal would arrive all the same.
-        self._stop_signals = {s for s in _STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+        # nohup's wish is kept. A shell's, which ignores SIGINT for what runs in its background, is not: whoever
+        # sends one means it.
+        self._stop_signals = set(_STOP_SIGNALS)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            self._stop_signals.remove(signal.SIGHUP)
         self._announced = False
         self._progress = Progress()
 

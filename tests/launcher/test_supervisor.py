@@ -155,6 +155,16 @@ def test_a_hangup_that_was_ignored_before_stays_ignored(start: Start) -> None:
     assert launch.end(signal.SIGTERM) == 0
 
 
+def test_an_interrupt_is_heard_even_from_the_background_of_a_shell(start: Start) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        launch = start({"api-0": []})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    launch.wait_ready()
+    assert launch.end(signal.SIGINT) == 0
+
+
 def test_ctrl_c_ends_even_those_that_will_not_within_five_seconds(start: Start) -> None:
     launch = start({f"{role}-0": ["--stubborn"] for role in ("api", "tokenizer", "scheduler", "detokenizer")})
     pids = launch.wait_ready()
