@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,8 @@ def start_redis(redis_program: Program, tmp_path_factory: pytest.TempPathFactory
     """Starts servers of the test's own: `start_redis(persistent=True, extra={...})`; kill, start, stop at will."""
     servers: list[RedisServer] = []
 
-    def start(*, persistent: bool = False, extra: dict[str, str] | None = None) -> RedisServer:
-        server = RedisServer(redis_program, tmp_path_factory.mktemp("redis"), persistent=persistent, extra=extra)
+    def start(**options: Any) -> RedisServer:
+        server = RedisServer(redis_program, tmp_path_factory.mktemp("redis"), **options)
         servers.append(server)
         server.start()
         return server

@@ -99,7 +99,7 @@ class Broker:
         return agreement
 
     def close(self) -> None:
-        """Close the connections of all threads. A later call connects anew."""
+        """Close the connections of all threads, whose calls then end with BrokerDown. A later call connects anew."""
         with self._lock:
             for connection in self._all:
                 connection.disconnect()

@@ -287,7 +287,8 @@ def test_the_server_is_judged(start_redis: StartRedis, caplog: pytest.LogCapture
 
 
 def test_a_cluster_is_refused(start_redis: StartRedis) -> None:
-    server = start_redis(extra={"cluster-enabled": "yes"})
+    port = next(port for port in iter(free_port, None) if port <= 55_535)  # its bus has a port 10,000 above
+    server = start_redis(port=port, extra={"cluster-enabled": "yes"})
     with Broker(RedisSettings(redis_url=server.url)) as broker, pytest.raises(ConfigError, match="Redis Cluster"):
         broker.prepare()
 

@@ -43,7 +43,7 @@ from tests.model.world import (
 )
 
 LOST_DATA = "broker_lost_data"
-MAX_CLIENTS = 6
+MAX_CLIENTS = 10
 NOBODY_AFTER = 30
 """Sweeps without news after which an api asks whether anybody holds the request."""
 

@@ -15,7 +15,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -28,7 +27,8 @@ from tests.model.town import KINDS, Town
 from tests.model.world import Violation
 from tests.redis_keys import delete_keys
 
-EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "40"))
+TURNS = st.integers(10, 100)
 SEEDS = st.integers(0, 2**32)
 PLACES = st.integers(0, 1)
 ROLES = st.integers(0, len(KINDS) - 1)
@@ -60,11 +60,11 @@ class Lives(RuleBasedStateMachine):
             self.broken = True
             raise
 
-    @rule(turns=st.integers(1, 60), seed=SEEDS)
+    @rule(turns=TURNS, seed=SEEDS)
     def work(self, turns: int, seed: int) -> None:
         self.live(turns, seed, mischief=False)
 
-    @rule(turns=st.integers(1, 60), seed=SEEDS)
+    @rule(turns=TURNS, seed=SEEDS)
     def work_with_crashes_and_lost_answers(self, turns: int, seed: int) -> None:
         self.live(turns, seed, mischief=True)
 
@@ -103,22 +103,18 @@ class LivesWithLostData(Lives):
 
     forgetful = True
 
-    @rule()
-    def save(self) -> None:
-        self.town.world.save()
-
-    @precondition(lambda self: self.town is not None and self.town.world.can_roll_back)
-    @rule()
-    def roll_back(self) -> None:
-        self.town.world.roll_back()
-
-    @rule()
-    def wipe(self) -> None:
-        self.town.world.wipe()
-
-    @rule(place=st.integers(0, 1000))
-    def delete_a_key(self, place: int) -> None:
-        self.town.world.delete(place)
+    @rule(how=st.sampled_from(["save", "save", "roll back", "roll back", "wipe", "delete"]), place=st.integers(0, 1000))
+    def lose_data(self, how: str, place: int) -> None:
+        world = self.town.world
+        match how:
+            case "roll back" if world.can_roll_back:
+                world.roll_back()
+            case "wipe":
+                world.wipe()
+            case "delete":
+                world.delete(place)
+            case _:
+                world.save()
 
 
 class LivesWithPoison(Lives):
@@ -135,7 +131,7 @@ def test_the_promise_holds(lives: type[Lives], broker: Broker, redis_settings: R
         machine,
         settings=settings(
             max_examples=EXAMPLES,
-            stateful_step_count=25,
+            stateful_step_count=30,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
