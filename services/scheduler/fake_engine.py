@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from services.scheduler.core.batch import FROM_DEVICE, Batch, BoolArray, IntArray, RowLogprobs, SlotSetup, StepResult
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
+from services.scheduler.fake_stamps import StampWriter
 from shared.sampling import SamplingParams
 
 HashArray = npt.NDArray[np.uint64]
@@ -42,6 +43,7 @@ class FakeEngineConfig:
         row_us: added per decode row.
         token_us: added per prompt token.
         check: keep a KV model and verify every batch; off for speed.
+        stamps: tokens spell the clock instead of being drawn, see `fake_stamps`.
         crash_marker: a prompt that holds these ids in a row ends the process, as a poison request would.
         nan_marker: a prompt that holds these ids in a row yields bad logits.
     """
@@ -59,6 +61,7 @@ class FakeEngineConfig:
     row_us: float = 0.0
     token_us: float = 0.0
     check: bool = True
+    stamps: bool = False
     crash_marker: tuple[int, ...] = ()
     nan_marker: tuple[int, ...] = ()
     fingerprint: str = "fake"
@@ -156,6 +159,7 @@ class _Script:
         self._bad: BoolArray = np.zeros(num, np.bool_)
         self._special: BoolArray = np.zeros(num, np.bool_)
         self._params = [SamplingParams()] * num
+        self._stamps = StampWriter(num) if config.stamps else None
 
     def run(self, batch: Batch, kv: "_KvModel | None", forward_ms: float) -> StepResult:
         """Compute a step."""
@@ -194,6 +198,8 @@ class _Script:
 
     def _draw(self, slots: IntArray, index: IntArray) -> IntArray:
         """Draw one token per slot from the hash of its tokens and, when it is sampled, of its seed and the index."""
+        if self._stamps is not None:
+            return self._stamps.draw(slots, index)
         chance = _mix(self._seed[slots] + _mix(index.astype(np.uint64)))
         bits = _mix(self._hash[slots] ^ np.where(self._sampled[slots], chance, np.uint64(0)))
         drawn = self._pick(bits)
