@@ -84,7 +84,7 @@ def _missing(body: bytes) -> str:
     return ", ".join(missing) if isinstance(missing, list | dict) else str(missing)
 
 
-def _before_exec(launcher_pid: int) -> None:
+def before_exec(launcher_pid: int) -> None:
     """Run in the new process before the command: die with the launcher, take signals again.
 
     The launcher is single-threaded and imports nothing here, so that this is safe between fork and exec.
@@ -127,7 +127,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),  # stdout belongs to the launcher: the line that says it is ready
             start_new_session=True,
-            preexec_fn=lambda: _before_exec(launcher_pid),
+            preexec_fn=lambda: before_exec(launcher_pid),
         )
         self._started_s = time.monotonic()
         self.ready = False

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from services.launcher.processes import Readiness, Spec
+from services.launcher.processes import Readiness, Spec, before_exec
 from shared.errors import ConfigError
 
 HOST: Final = "127.0.0.1"
@@ -95,7 +95,7 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """A server as a child process, with the same port and directory over all its lives.
+    """A server as a child process that never outlives its starter, with the same port and directory over all its lives.
 
     Attributes:
         program: what is run.
@@ -145,9 +145,15 @@ class RedisServer:
         Raises:
             RuntimeError: it ended, or did not answer in time; with the end of its log.
         """
+        parent = os.getpid()
         with open(self.directory / LOG_NAME, "ab") as log:
             self._process = subprocess.Popen(
-                self._argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self._argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: before_exec(parent),
             )
         deadline_s = time.monotonic() + timeout_s
         while not _probe(self.port).ready:
