@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,13 @@ from shared.messages import Delta, FenceHeader, GenerateRequest, Heartbeat, Toke
 from shared.settings import RedisSettings
 
 MODEL = "bench"
-PORT = 18_765
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 class Pump:
@@ -91,13 +98,13 @@ class Pump:
             time.sleep(max(0.0, due - time.monotonic()))
 
 
-async def read_streams(count: int, tokens: int, result: "multiprocessing.Queue[tuple[int, float]]") -> None:
+async def read_streams(port: int, count: int, tokens: int, result: "multiprocessing.Queue[tuple[int, float]]") -> None:
     """Read all streams, counting their chunks and seconds."""
     body = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": tokens}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
     async def one() -> int:
-        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head % len(body) + body)
         raw = b""
         while b"[DONE]" not in raw[-64:]:
@@ -110,9 +117,9 @@ async def read_streams(count: int, tokens: int, result: "multiprocessing.Queue[t
     result.put((sum(chunks), time.monotonic() - began))
 
 
-def clients(count: int, tokens: int, result: "multiprocessing.Queue[tuple[int, float]]") -> None:
+def clients(port: int, count: int, tokens: int, result: "multiprocessing.Queue[tuple[int, float]]") -> None:
     """Run the readers, in a process of their own."""
-    asyncio.run(read_streams(count, tokens, result))
+    asyncio.run(read_streams(port, count, tokens, result))
 
 
 def main() -> None:
@@ -125,8 +132,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         redis = RedisServer(find_programs()[0], Path(directory))
         redis.start()
+        port = free_port()
         settings = RedisSettings(redis_url=redis.url, redis_prefix="bench")
-        told = {"REDIS_URL": redis.url, "REDIS_PREFIX": "bench", "SERVED_MODEL_NAME": MODEL, "PORT": str(PORT)}
+        told = {"REDIS_URL": redis.url, "REDIS_PREFIX": "bench", "SERVED_MODEL_NAME": MODEL, "PORT": str(port)}
         environment = {**os.environ, **{f"MILLRACE_{k}": v for k, v in told.items()}, "MILLRACE_LOG_LEVEL": "warning"}
         api = subprocess.Popen([sys.executable, "-m", "services.api"], env=environment)
         pump = Pump(settings, options.tokens, options.rate)
@@ -135,7 +143,7 @@ def main() -> None:
         try:
             time.sleep(3)
             result: multiprocessing.Queue[tuple[int, float]] = multiprocessing.Queue()
-            reader = multiprocessing.Process(target=clients, args=(options.streams, options.tokens, result))
+            reader = multiprocessing.Process(target=clients, args=(port, options.streams, options.tokens, result))
             reader.start()
             running = pump.accept(options.streams)
             process = psutil.Process(api.pid)
