@@ -17,8 +17,10 @@ for b = 1, inboxes do
     local now = entry and entry[1] or ''
     if now == prev and now ~= '' then
       local t = ends[i]
-      call('XADD', log, id, 'k', t and 'e' or 't', 't', blob)
-      if t then
+      if not t then
+        call('XADD', log, id, 't', blob)
+      else
+        call('XADD', log, id, 'k', 'e', 't', blob)
         call('PEXPIRE', log, ARGV[t + 1])
         call('XDEL', ARGV[t + 2], ARGV[t + 3])
         call('SET', ARGV[t + 4], '1', 'PX', ARGV[4])
