@@ -51,13 +51,15 @@ class GenerationResponse(Response):
             raise
         job.name_choices()
         exchange = Exchange(job, service.settings.max_unsent_bytes)
-        exchange.task = asyncio.current_task()
         watcher = asyncio.create_task(_watch(receive, exchange))
         alarm = _set_alarm(exchange)
         service.enter(exchange)
         try:
             await service.open(exchange)
-            await (self._stream if job.stream else self._collect)(exchange, scope, receive, send)
+            # In a task of its own, because waking one walks all its frames, and the framework's below us are many.
+            answer = (self._stream if job.stream else self._collect)(exchange, scope, receive, send)
+            exchange.task = asyncio.create_task(answer)
+            await exchange.task
         except asyncio.CancelledError:
             if not exchange.cut:  # ours, of a client that does not read; any other is the server's end
                 raise
