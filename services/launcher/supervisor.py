@@ -19,6 +19,7 @@ STOP_ORDER: Final = ("api", "tokenizer", "scheduler", "detokenizer", "redis")
 _STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _LOOK_S: Final = 0.1
 _WATCH_S: Final = 1.0
+_TELL_S: Final = 5.0
 _GRACE_S: Final = 2.0
 _QUICK_STOP_S: Final = {"api": 1.2, "tokenizer": 0.4, "scheduler": 0.8, "detokenizer": 0.4, "redis": 0.7}
 """Seconds each stage may take after a Ctrl-C; half of it passes before the second signal. All: under 5 s."""
@@ -138,7 +139,7 @@ class Supervisor:
         if self._announced:
             return
         if waiting:
-            self._progress.show(", ".join(f"{c.spec.instance}: {c.waiting_for}" for c in waiting))
+            self._progress.show(", ".join(f"{c.spec.instance} ({c.waiting_for})" for c in waiting))
         else:
             self._announced = True
             self._progress.clear()
@@ -184,23 +185,28 @@ class Supervisor:
 
 
 class Progress:
-    """One line that rewrites itself on a terminal; nothing elsewhere."""
+    """What is waited for: one line that rewrites itself on a terminal, a line now and then elsewhere."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
         self._started_s = time.monotonic()
+        self._told_s = self._started_s
         self._shown = False
 
     def show(self, text: str) -> None:
-        """Replace the line."""
+        """Tell what is waited for."""
+        now_s = time.monotonic()
         if self._is_terminal:
-            line = f"[{time.monotonic() - self._started_s:3.0f} s] {text}"
+            line = f"[{now_s - self._started_s:3.0f} s] {text}"
             sys.stderr.write(f"\r\x1b[K{line[:150]}")
             sys.stderr.flush()
             self._shown = True
+        elif now_s - self._told_s >= _TELL_S:
+            self._told_s = now_s
+            say(f"waiting for {text}")
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Remove the line from the terminal."""
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
