@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from services.scheduler.broker_link import BrokerLink
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import Engine
-from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from services.scheduler.link_config import LinkConfig
 from services.scheduler.loop import StepLoop
@@ -109,22 +110,29 @@ class SchedulerService:
             self._engine.close()
 
     def heartbeat(self, base: Heartbeat) -> Heartbeat:
-        """Add the engine's size and load."""
-        link, engine = self._link, self._engine
-        if link is None or engine is None:
-            return base
-        limits, load = engine.limits, link.load
-        return msgspec.structs.replace(
+        """Add the engine's size and load.
+
+        The size is there from the first heartbeat on: an engine that dies before it serves is taken over as well.
+        """
+        assert self._engine is not None, "registered before the engine is built"
+        limits, link = self._engine.limits, self._link
+        base = msgspec.structs.replace(
             base,
             fingerprint=limits.fingerprint,
             max_seq_len=limits.max_seq_len,
+            max_running=limits.max_running,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+        )
+        if link is None:
+            return base
+        load = link.load
+        return msgspec.structs.replace(
+            base,
             num_running=load.num_running,
             num_waiting=link.num_waiting,
             queued_tokens=load.queued_tokens + link.queued_tokens,
-            max_running=limits.max_running,
             free_pages=load.free_pages,
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
             tokens_per_s=load.tokens_per_s,
         )
 

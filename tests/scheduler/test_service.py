@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from services.scheduler.service import SchedulerService
+from services.scheduler.settings import SchedulerSettings
 from shared.broker import replies, streams
 from shared.broker.connection import Broker
 from shared.broker.log_id import is_end
+from shared.messages import Heartbeat
+from shared.runtime import Life
 from shared.settings import RedisSettings
 from tests.fakes.engines import SchedulerProcess
 from tests.fakes.front import Front, Reply
@@ -230,3 +234,13 @@ def test_a_bad_setting_stops_the_start_and_is_named(start: Start) -> None:
     process = start(page_size=0)
     assert process.wait() == 2
     assert "MILLRACE_PAGE_SIZE" in process.log.read_text()
+
+
+def test_the_first_heartbeat_says_whose_requests_it_may_take() -> None:
+    """An engine that dies before it serves may have been given requests: others must know that they can take them."""
+    service = SchedulerService(SchedulerSettings(engine="fake", num_pages=99))
+    life = Life("scheduler", service._settings, service)
+    service.prepare(life)
+    beat = service.heartbeat(Heartbeat(0, "s0", model="tiny"))
+    assert beat.fingerprint.startswith("fake")
+    assert beat.num_pages == 99 and beat.max_running
