@@ -8,18 +8,17 @@ goes on. Knows nothing of what the service does.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
 from shared.broker.backoff import Backoff
 from shared.broker.connection import Broker
-from shared.broker.control import Look, Observer, beat_and_look, look, retire
+from shared.broker.control import Look, Observer, beat_and_look, look_unregistered, retire
 from shared.broker.server import Agreement
 from shared.errors import BrokerDown, BrokerError, ConfigError, MillraceError, WireError
 from shared.keys import BEAT_S, LEASE_S, Role
-from shared.messages import Heartbeat, decode, encode
+from shared.messages import Heartbeat, encode
 from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, Metrics
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,8 @@ _NOBODY: Final[Mapping[str, Heartbeat]] = MappingProxyType({})
 class Heart:
     """Beats for one instance. Every method and property may be used from any thread.
 
-    Until `announce` the instance is not registered: the heart only minds the broker.
+    Until `announce` the instance is not registered: the heart only looks. Its looks count all the same, so that a
+    lease which ends while a model is loaded need not be waited for again.
 
     Args:
         broker: of this instance.
@@ -118,7 +118,7 @@ class Heart:
         self._thread.start()
 
     def announce(self) -> None:
-        """Register: from here on the instance beats, and its looks at others count."""
+        """Register: from here on the instance beats."""
         self._announced = True
         self._wake.set()
 
@@ -170,7 +170,7 @@ class Heart:
     def _look(self) -> Look:
         keys = self._broker.keys
         if not self._announced:
-            looks = self._broker.run_many([look(keys, role) for role in self._roles])
+            _, *looks = self._broker.run_many(look_unregistered(keys, self.role, self.incarnation, self._roles))
             return dict(zip(self._roles, looks, strict=True))
         heartbeat = self._next_heartbeat()
         seen = self._broker.run(beat_and_look(keys, self.role, self.incarnation, heartbeat, self._roles))
@@ -186,10 +186,6 @@ class Heart:
         return heartbeat
 
     def _note(self, seen: Look) -> None:
-        if not self._announced or self._last_beat is None:
-            # Leases are not judged before the own beat is written; who is registered is known all the same.
-            self._living = {role: dict(_legible(found)) for role, found in seen.items()}
-            return
         self._observer.note(seen)
         self._living = {role: self._observer.living(role) for role in self._roles}
         self._dead = {role: self._observer.dead(role) for role in self._roles}
@@ -217,10 +213,3 @@ class Heart:
             self._trouble = str(error)
             level = logging.WARNING if isinstance(error, BrokerDown) else logging.ERROR
             log.log(level, "no use of the broker at %s: %s; trying again", self._broker.url, error)
-
-
-def _legible(beats: Mapping[str, bytes]) -> Iterator[tuple[str, Heartbeat]]:
-    """Decode heartbeats; those of a later release, which cannot be read, are left out."""
-    for incarnation, beat in beats.items():
-        with suppress(WireError):
-            yield incarnation, decode(Heartbeat, beat)

@@ -31,6 +31,8 @@ APPEND_CAP: Final = 128
 """Uids per `append` call: bounds how long one script holds the Redis server."""
 
 LEASE_S: Final[dict[Role, float]] = {"api": 15.0, "scheduler": 5.0, "detokenizer": 1.5, "tokenizer": 1.5}
+SUCCEEDED_S: Final = 1.5
+"""Lease of an instance whose successor lives: another one that beats under its name and on its port."""
 BEAT_S: Final = 0.5
 
 

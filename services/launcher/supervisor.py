@@ -23,6 +23,8 @@ _TELL_S: Final = 5.0
 _GRACE_S: Final = 2.0
 _QUICK_STOP_S: Final = {"api": 1.2, "tokenizer": 0.4, "scheduler": 0.8, "detokenizer": 0.4, "redis": 0.7}
 """Seconds each stage may take after a Ctrl-C; half of it passes before the second signal. All: under 5 s."""
+_ECHO_S: Final = 1.0
+"""A signal this soon after the first is the same wish: `timeout`, for one, sends it to a process and to its group."""
 _MAX_FALSE_STARTS: Final = 3
 EXIT_BAD_START: Final = 1
 
@@ -59,6 +61,7 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self._stop_signals.remove(signal.SIGHUP)
         self._announced = False
+        self._told_to_stop_s = 0.0
         self._progress = Progress()
 
     def run(self) -> int:
@@ -70,6 +73,7 @@ class Supervisor:
             while True:
                 stop = self._pause(self._wait_s())
                 if stop is not None:
+                    self._told_to_stop_s = time.monotonic()
                     self._progress.clear()
                     say(f"{stop.name}: stopping")
                     return self._stop(quick=stop == signal.SIGINT)
@@ -177,9 +181,10 @@ class Supervisor:
                 insisted = True
                 for child in alive:
                     child.signal(signal.SIGTERM)
-            if self._pause(0.02) is not None:
+            if self._pause(0.02) is not None and time.monotonic() - self._told_to_stop_s > _ECHO_S:
                 quick = True
-                insist_s, limit_s = passed_s, passed_s + _QUICK_STOP_S[alive[0].spec.role] / 2
+                insist_s = min(insist_s, passed_s)
+                limit_s = min(limit_s, passed_s + _QUICK_STOP_S[alive[0].spec.role] / 2)
         self._tell()
         return True, quick
 

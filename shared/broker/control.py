@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from shared.broker.call import Call, call_script, load_script, pairs
 from shared.errors import WireError
-from shared.keys import BEAT_S, GENERATE_TTL_MS, LEASE_S, Keys, Role
+from shared.keys import BEAT_S, GENERATE_TTL_MS, LEASE_S, SUCCEEDED_S, Keys, Role
 from shared.messages import Heartbeat, decode, encode
 
 Look: TypeAlias = dict[Role, dict[str, bytes]]
@@ -41,6 +41,16 @@ def look(keys: Keys, role: Role) -> Call[dict[str, bytes]]:
     return Call(("HGETALL", keys.alive(role)), _by_name)
 
 
+def look_unregistered(keys: Keys, role: Role, incarnation: str, roles: Sequence[Role]) -> list[Call[Any]]:
+    """Read everybody's heartbeats without having one: the answers but the first are those of `look`, by role.
+
+    The first call writes nothing that was not so before, but is refused by a server that takes no writes: like a
+    heartbeat it shows that what is seen is what is so.
+    """
+    unwritten: Call[Any] = Call(("HDEL", keys.alive(role), incarnation), lambda _: None)
+    return [unwritten, *(look(keys, r) for r in roles)]
+
+
 def retire(keys: Keys, role: Role, incarnation: str, beat: bytes) -> Call[bool]:
     """Remove an instance from the registry if its heartbeat is still `beat` and nothing is left in its stream.
 
@@ -57,9 +67,11 @@ def aborted(keys: Keys, uids: Sequence[str]) -> Call[list[str]]:
 
 
 class _Lease(NamedTuple):
-    """The heartbeat of one instance, and for how much of the observer's connected time it has stood still."""
+    """The heartbeat of one instance, its place, and for how much of the observer's connected time it stood still."""
 
     beat: bytes
+    place: tuple[str, int] | None
+    """Name and port: two that beat in one place are an instance and its successor. None: it cannot be read."""
     still_s: float
 
 
@@ -68,6 +80,7 @@ class Observer:
 
     A look counts at most two intervals, however long the observer itself was away (paused, stopped), and a lost
     connection starts every lease anew: nobody is taken for dead because the broker, or the observer, was gone.
+    An instance whose successor beats in its place has only the shortest lease left: it was started again.
     """
 
     def __init__(
@@ -106,7 +119,7 @@ class Observer:
                 if lease is not None and lease.beat == beat:
                     leases[incarnation] = lease._replace(still_s=lease.still_s + step_s)
                 else:
-                    leases[incarnation] = _Lease(beat, 0.0)
+                    leases[incarnation] = _Lease(beat, _place(beat), 0.0)
 
     def lost(self) -> None:
         """Start all leases anew: the connection was lost, so nothing was seen for an unknown time."""
@@ -142,7 +155,26 @@ class Observer:
         return incarnation in self._roles.get(role, {})
 
     def _is_over(self, role: Role, incarnation: str, lease: _Lease) -> bool:
-        return incarnation != self._me and lease.still_s >= self._leases[role]
+        if incarnation == self._me:
+            return False
+        if lease.still_s >= self._leases[role]:
+            return True
+        return lease.still_s >= SUCCEEDED_S and self._has_successor(role, incarnation, lease)
+
+    def _has_successor(self, role: Role, incarnation: str, lease: _Lease) -> bool:
+        return lease.place is not None and any(
+            other.place == lease.place and (name == self._me or other.still_s < SUCCEEDED_S)
+            for name, other in self._roles[role].items()
+            if name != incarnation
+        )
+
+
+def _place(beat: bytes) -> tuple[str, int] | None:
+    try:
+        heartbeat = decode(Heartbeat, beat)
+    except WireError:
+        return None
+    return (heartbeat.name, heartbeat.port) if heartbeat.port else None
 
 
 def _by_name(flat: Any) -> dict[str, bytes]:

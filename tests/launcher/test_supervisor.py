@@ -191,8 +191,29 @@ def test_a_second_signal_cuts_the_drain_short(start: Start, tmp_path: Path) -> N
     pids = launch.wait_ready()
     launch.process.send_signal(signal.SIGTERM)
     eventually(note.exists, "SIGTERM reaches the api")
-    assert launch.end(signal.SIGTERM) == 1
+
+    def insist() -> bool:
+        launch.process.send_signal(signal.SIGTERM)
+        return launch.process.poll() is not None
+
+    eventually(insist, "it ends", every_s=0.2)
+    assert launch.process.returncode == 1
     assert not alive(pids)
+
+
+def test_the_echo_of_a_signal_is_not_a_second_one(start: Start, tmp_path: Path) -> None:
+    done, note = tmp_path / "done", tmp_path / "note"
+    launch = start({"api-0": ["--busy-until", str(done), "--note", str(note), "api"], "tokenizer-0": []})
+    launch.wait_ready()
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.process.stderr is not None
+    while "SIGTERM: stopping" not in launch.process.stderr.readline():
+        pass
+    launch.process.send_signal(signal.SIGTERM)
+    eventually(note.exists, "SIGTERM reaches the api")
+    done.touch()
+    assert launch.process.wait(10) == 0
+    assert note.read_text() == "api\n"
 
 
 def test_nobody_survives_a_killed_launcher(start: Start) -> None:

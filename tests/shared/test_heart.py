@@ -79,6 +79,14 @@ def test_an_instance_is_registered_only_when_announced(broker: Broker, start: Ca
     assert one.heart.since_beat_s < 20
 
 
+def test_leases_end_while_one_is_not_yet_registered(broker: Broker, start: Callable[..., Instance]) -> None:
+    old, new = start("old"), start("new", announced=False)
+    eventually(lambda: "old" in new.heart.living("tokenizer"), "the old one is seen")
+    old.stop(leave=False)
+    eventually(lambda: "old" in new.heart.dead("tokenizer"), "its lease is over")
+    assert set(broker.run(look(broker.keys, "tokenizer"))) == {"old"}
+
+
 def test_siblings_and_watched_roles_are_seen(start: Callable[..., Instance]) -> None:
     one = start("one", watch=["scheduler"])
     start("two")

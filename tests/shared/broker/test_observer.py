@@ -109,3 +109,44 @@ def test_a_heartbeat_of_another_release_is_neither_living_nor_dead(observer: Obs
     assert set(observer.living("scheduler")) == {"b"}
     assert observer.dead("scheduler") == {}
     assert observer.is_registered("scheduler", "a")
+
+
+def place(count: int, name: str = "x", port: int = 9102) -> bytes:
+    return encode(Heartbeat(count, name, port=port))
+
+
+def test_who_is_succeeded_has_only_the_shortest_lease_left(observer: Observer, clock: Clock) -> None:
+    for count in range(4):
+        clock.now_s += 0.5
+        observer.note({"scheduler": {"old": place(7), "new": place(count)}})
+    assert set(observer.dead("scheduler")) == {"old"}
+    assert set(observer.living("scheduler")) == {"new"}
+
+
+def test_the_observer_itself_may_be_the_successor(observer: Observer, clock: Clock) -> None:
+    for _ in range(4):
+        clock.now_s += 0.5
+        observer.note({"scheduler": {"old": place(7), "me": place(1)}})
+    assert set(observer.dead("scheduler")) == {"old"}
+
+
+@pytest.mark.parametrize("other", [place(7, "y"), place(7, port=9112), place(7, port=0)])
+def test_another_name_or_port_succeeds_nobody(observer: Observer, clock: Clock, other: bytes) -> None:
+    for count in range(4):
+        clock.now_s += 0.5
+        observer.note({"scheduler": {"old": other, "new": place(count)}})
+    assert observer.dead("scheduler") == {}
+
+
+def test_two_that_beat_in_one_place_both_live(observer: Observer, clock: Clock) -> None:
+    for count in range(20):
+        clock.now_s += 0.5
+        observer.note({"scheduler": {"a": place(count), "b": place(count)}})
+    assert set(observer.living("scheduler")) == {"a", "b"}
+
+
+def test_two_that_stand_still_in_one_place_wait_for_their_leases(observer: Observer, clock: Clock) -> None:
+    for _ in range(10):
+        clock.now_s += 0.5
+        observer.note({"scheduler": {"a": place(1), "b": place(1)}})
+    assert observer.dead("scheduler") == {}
