@@ -14,8 +14,9 @@ import platform
 import statistics
 from pathlib import Path
 
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.link import Arrival, Load, StepOutput
-from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from services.scheduler.loop import StepLoop
 from shared.messages import ErrorBody, GenerateRequest

@@ -19,10 +19,12 @@ class Piece:
         finish: how the reply ends with them, or None.
         start: (prompt tokens, cached prompt tokens), with the first piece of an attempt.
         logprobs: one entry per token, or empty.
+        prompt: one entry per token of the prompt, with the first piece of a reply that asked for it.
+        complete: the last token is part of the text although the reply stops with it.
         stamp_ns: wall clock when the last of them was known.
     """
 
-    __slots__ = ("attempt", "finish", "first", "ids", "logprobs", "stamp_ns", "start")
+    __slots__ = ("attempt", "complete", "finish", "first", "ids", "logprobs", "prompt", "stamp_ns", "start")
 
     def __init__(self, attempt: int, first: int, ids: list[int], stamp_ns: int) -> None:
         self.attempt = attempt
@@ -32,6 +34,8 @@ class Piece:
         self.finish: FinishReason | None = None
         self.start: tuple[int, int] | None = None
         self.logprobs: list[LogprobEntry] = []
+        self.prompt: list[LogprobEntry] = []
+        self.complete = False
 
     def joins(self, attempt: int, first: int) -> bool:
         """Whether tokens that begin there go on where this piece ends."""
@@ -50,7 +54,7 @@ def check_shape(chunk: StepChunk) -> None:
         len(chunk.attempts) == len(chunk.firsts) == places
         and len(chunk.tokens) == tokens
         and (not chunk.counts or (len(chunk.counts) == places and min(chunk.counts) >= 0))
-        and all(place in range(places) for place in (*chunk.finishes, *chunk.starts, *chunk.logprobs))
+        and all(place in range(places) for place in (*chunk.finishes, *chunk.starts, *chunk.logprobs, *chunk.prompts))
     ):
         raise WireError("the arrays of a step do not fit together")
 
@@ -60,7 +64,7 @@ def sort_by_reply(chunks: Iterable[StepChunk]) -> dict[str, list[Piece]]:
     queues: dict[str, list[Piece]] = {}
     for chunk in chunks:
         counts, tokens, stamp_ns = chunk.counts, chunk.tokens, chunk.stamp_ns
-        has_extras = bool(chunk.finishes or chunk.starts or chunk.logprobs)
+        has_extras = bool(chunk.finishes or chunk.starts or chunk.logprobs or chunk.prompts)
         at = 0
         for place, (uid, attempt, first) in enumerate(zip(chunk.uids, chunk.attempts, chunk.firsts, strict=True)):
             if counts:
@@ -91,6 +95,10 @@ def _add_extras(piece: Piece, chunk: StepChunk, place: int) -> None:
     start = chunk.starts.get(place)
     if start is not None:
         piece.start = start
+    piece.complete = place in chunk.complete
+    prompt = chunk.prompts.get(place)
+    if prompt:
+        piece.prompt = prompt
     logprobs = chunk.logprobs.get(place)
     if logprobs:
         piece.logprobs += logprobs

@@ -86,7 +86,9 @@ class Reply:
         ids = piece.ids[skip:] if skip else piece.ids
         if not ids and piece.finish is None:
             return None
-        text, used, finish = self._speak(ids, piece.finish)
+        # The token that ends a reply (an end token, a stop token id) is counted, but is no part of the text.
+        is_silent = piece.finish == "stop" and not piece.complete and not self._header.include_stop
+        text, used, finish = self._speak(ids, piece.finish, is_silent=is_silent)
         logprobs: list[LogprobEntry] = []
         if piece.logprobs:
             logprobs = [self._texts.with_bytes(entry) for entry in piece.logprobs[skip : skip + used]]
@@ -101,6 +103,7 @@ class Reply:
             prompt_tokens,
             cached_tokens,
             piece.stamp_ns,
+            [self._texts.with_bytes(entry) for entry in piece.prompt] if piece.prompt and not self.said else [],
         )
         self.said += used
         prev = self.last
@@ -111,11 +114,11 @@ class Reply:
         terminal = Terminal(self._fence.engine, self._fence.entry.encode(), life_ms(self._header))
         return Item(uid, prev, self.last, encode(delta), self._header.replica, terminal)
 
-    def _speak(self, ids: Sequence[int], finish: FinishReason | None) -> tuple[str, int, FinishReason | None]:
+    def _speak(
+        self, ids: Sequence[int], finish: FinishReason | None, *, is_silent: bool
+    ) -> tuple[str, int, FinishReason | None]:
         """Give the text that can be said, how many of the tokens belong to the reply, and how it ends."""
-        # The token that ends a reply (an end token, a stop token id) is counted, but is no part of the text.
-        silent = 1 if finish == "stop" and ids and not self._header.include_stop else 0
-        spoken = ids[:-1] if silent else ids
+        spoken = ids[:-1] if is_silent else ids
         if self._stops is None:
             text = self._text.push_all(spoken)
             return (text if finish is None else text + self._text.flush()), len(ids), finish

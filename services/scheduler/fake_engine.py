@@ -4,8 +4,6 @@ Every token is a hash of all tokens before it (and of seed and index, when it is
 or a wrong order changes everything behind it. With `check` on it also keeps a KV model: for each place of each
 page the token, its position and the hash of its prefix. A row that reads a place which does not hold its own past, or
 writes a page that anyone else in flight refers to, ends the engine.
-
-The hash of tokens t_0 .. t_n is the sum of (t_i + 1) * K**i modulo 2**64, which grows with one addition per token.
 """
 
 import os
@@ -15,14 +13,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from services.scheduler.core.batch import FROM_DEVICE, Batch, BoolArray, IntArray, RowLogprobs, SlotSetup, StepResult
+from services.scheduler.core.batch import (
+    Batch,
+    BoolArray,
+    IntArray,
+    MaskArray,
+    PositionLogprobs,
+    RowLogprobs,
+    ScoreRow,
+    SlotSetup,
+    StepResult,
+    mask_words,
+)
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
+from services.scheduler.fake_kv import HashArray, KvModel, prefix_hashes, require
 from services.scheduler.fake_stamps import StampWriter
 from shared.sampling import SamplingParams
-
-HashArray = npt.NDArray[np.uint64]
 
 CRASH_STATUS = 70
 _K = np.uint64(0x9E3779B97F4A7C15)
@@ -67,10 +74,6 @@ class FakeEngineConfig:
     fingerprint: str = "fake"
 
 
-class Corruption(EngineFault):
-    """A batch refers to a page, position or token that is not its own."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FakeStep:
     """A launched batch, and when it is over."""
@@ -78,6 +81,7 @@ class FakeStep:
     batch: Batch
     ready_at: float
     forward_ms: float
+    masks: list[MaskArray]
 
 
 class FakeEngine:
@@ -87,7 +91,7 @@ class FakeEngine:
         self.config = config = config or FakeEngineConfig()
         self._crash = crash or _end_process
         self._script = _Script(config)
-        self._kv = _KvModel(config) if config.check else None
+        self._kv = KvModel(self.limits) if config.check else None
         self._launched: deque[FakeStep] = deque()
         self._free_at = 0.0
 
@@ -116,9 +120,22 @@ class FakeEngine:
         num_prompt = int(batch.lengths[batch.num_decode :].sum())
         forward_ms = config.base_ms + (config.row_us * batch.num_decode + config.token_us * num_prompt) / 1e3
         self._free_at = max(time.monotonic(), self._free_at) + forward_ms / 1e3
-        step = FakeStep(batch, self._free_at, forward_ms)
+        step = FakeStep(batch, self._free_at, forward_ms, [])
         self._launched.append(step)
         return step
+
+    def guide(self, step: Step, masks: MaskArray) -> None:
+        """Say what the guided rows of a step may draw.
+
+        Raises:
+            Corruption: not the oldest step, nothing to guide, a second time, or masks of another shape.
+        """
+        assert isinstance(step, FakeStep)
+        require(bool(self._launched) and self._launched[0] is step, "a step is guided before its turn")
+        words = mask_words(self.config.vocab_size)
+        require(masks.shape == (len(step.batch.guided), words) and len(masks) > 0, f"masks of shape {masks.shape}")
+        require(not step.masks, "a step is guided twice")
+        step.masks.append(masks)
 
     def wait(self, step: Step) -> StepResult:
         """Block until the step's time is over.
@@ -132,7 +149,9 @@ class FakeEngine:
         left = oldest.ready_at - time.monotonic()
         if left > 0:
             time.sleep(left)
-        return self._script.run(oldest.batch, self._kv, oldest.forward_ms)
+        guided = len(oldest.batch.guided) > 0
+        require(len(oldest.masks) == guided, f"step {oldest.batch.step} is waited for and was not guided")
+        return self._script.run(oldest.batch, self._kv, oldest.forward_ms, oldest.masks[0] if guided else None)
 
     def close(self) -> None:
         """Forget what is in flight."""
@@ -161,8 +180,8 @@ class _Script:
         self._params = [SamplingParams()] * num
         self._stamps = StampWriter(num) if config.stamps else None
 
-    def run(self, batch: Batch, kv: "_KvModel | None", forward_ms: float) -> StepResult:
-        """Compute a step."""
+    def run(self, batch: Batch, kv: KvModel | None, forward_ms: float, masks: MaskArray | None) -> StepResult:
+        """Compute a step; `masks` are of its guided rows."""
         for setup in batch.setups:
             self._set_up(setup)
         if kv is not None:
@@ -170,26 +189,30 @@ class _Script:
         rows = np.flatnonzero(batch.sample)
         slots = batch.slots[rows]
         token_ids = np.full(batch.num_rows, -1, np.int32)
-        token_ids[rows] = drawn = self._draw(slots, batch.out_index[rows])
+        drawn = self._draw(slots, batch.out_index[rows])
+        if masks is not None:
+            self._obey(drawn, np.searchsorted(rows, batch.guided).tolist(), masks, slots)
+        token_ids[rows] = drawn
         length = self._length[slots]
         self._tokens[slots, length] = drawn
-        self._hash[slots] += (drawn.astype(np.uint64) + np.uint64(1)) * self._powers[length]
+        self._hash[slots] += (drawn.astype(np.int64).astype(np.uint64) + np.uint64(1)) * self._powers[length]
         self._length[slots] = length + 1
         bad = np.zeros(batch.num_rows, np.bool_)
-        bad[rows] = self._bad[slots]
+        bad[rows] = self._bad[slots] | (drawn < 0)
         logprobs = {}
         for row in rows[self._special[slots]].tolist():
             top = self._params[batch.slots[row]].logprobs
             if top is not None:
                 logprobs[row] = self._logprobs(int(token_ids[row]), top)
-        return StepResult(token_ids, bad, logprobs, forward_ms)
+        scores = {score.row: _score(score) for score in batch.scores}
+        return StepResult(token_ids, bad, logprobs, forward_ms, scores)
 
     def _set_up(self, setup: SlotSetup) -> None:
         slot, params = setup.slot, setup.params
         ids = np.concatenate([setup.prompt_ids, setup.output_ids])
         self._tokens[slot, : len(ids)] = ids
         self._length[slot], self._prompt_len[slot] = len(ids), len(setup.prompt_ids)
-        self._hash[slot] = _prefix_hashes(ids, self._powers)[-1]
+        self._hash[slot] = prefix_hashes(ids, self._powers)[-1]
         self._seed[slot] = np.uint64(params.seed % 2**64)
         self._sampled[slot] = not params.is_greedy
         self._bad[slot] = _holds(setup.prompt_ids, self._config.nan_marker)
@@ -206,6 +229,17 @@ class _Script:
         for i in np.flatnonzero(self._special[slots]).tolist():
             drawn[i] = self._steer(int(drawn[i]), bits[i : i + 1], self._params[slots[i]], int(index[i]))
         return drawn
+
+    def _obey(self, drawn: IntArray, guided: list[int], masks: MaskArray, slots: IntArray) -> None:
+        """Replace tokens that a mask does not allow by some that it does; -1 where it allows none."""
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        for place, row in zip(guided, bits, strict=True):
+            allowed = np.flatnonzero(row[: self._config.vocab_size])
+            if not len(allowed):
+                drawn[place] = -1
+            elif not row[drawn[place]]:
+                chance = int(_mix(self._hash[slots[place : place + 1]])[0])
+                drawn[place] = allowed[chance % len(allowed)]
 
     def _pick(self, bits: HashArray) -> IntArray:
         """Turn bits into tokens."""
@@ -239,77 +273,11 @@ class _Script:
         return RowLogprobs(-0.125, ids, -0.125 * np.arange(1, len(ids) + 1, dtype=np.float32))
 
 
-class _KvModel:
-    """What the pages hold: per place the token, its position and the hash of its prefix."""
-
-    def __init__(self, config: FakeEngineConfig) -> None:
-        self._config = config
-        places = config.num_pages * config.page_size
-        self._tokens: IntArray = np.full(places, -1, np.int32)
-        self._positions: IntArray = np.full(places, -1, np.int32)
-        self._hashes: HashArray = np.zeros(places, np.uint64)
-        self._next_step = 0
-
-    def admit(self, batch: Batch, in_flight: list[Batch]) -> None:
-        """Check that a batch fits the limits, and that what it takes or writes is nobody else's."""
-        config, slots, ends = self._config, batch.slots, batch.starts + batch.lengths
-        _require(batch.step == self._next_step, f"step {batch.step} where {self._next_step} was due")
-        self._next_step += 1
-        _require(len(in_flight) < 2, "three steps in flight")
-        _require(0 < len(slots) <= config.max_running, f"{len(slots)} rows")
-        _require(len(np.unique(slots)) == len(slots), "a slot has two rows")
-        _require(bool(((slots >= 0) & (slots < config.max_running)).all()), "a slot out of range")
-        _require(len(batch.input_ids) == batch.lengths.sum() <= config.max_step_tokens, "number of input ids")
-        _require(bool((batch.lengths > 0).all() and (batch.starts >= 0).all()), "an empty row")
-        _require(bool((batch.lengths[: batch.num_decode] == 1).all()), "a decode row of more than one token")
-        _require(int(ends.max()) <= config.max_seq_len, "a row beyond the context")
-        _require(bool(((batch.page_table >= 0) & (batch.page_table < config.num_pages)).all()), "a page out of range")
-        began = {setup.slot for setup in batch.setups}
-        busy = {int(slot) for other in in_flight for slot in other.slots}
-        _require(not began & busy, f"slots {began & busy} change hands while a step in flight refers to them")
-        _require(began <= set(slots.tolist()), "a setup without a row")
-        users: dict[int, set[int]] = {}
-        for other in [*in_flight, batch]:
-            for row, slot in enumerate(other.slots.tolist()):
-                last = (other.starts[row] + other.lengths[row] - 1) // config.page_size
-                for page in other.page_table[row, : last + 1].tolist():
-                    users.setdefault(page, set()).add(slot)
-        for row, slot in enumerate(slots.tolist()):
-            first, last = batch.starts[row] // config.page_size, (ends[row] - 1) // config.page_size
-            for page in batch.page_table[row, first : last + 1].tolist():
-                _require(users[page] == {slot}, f"page {page} is written by slot {slot} and used by {users[page]}")
-
-    def compute(
-        self, batch: Batch, tokens: IntArray, length: IntArray, prompt_len: IntArray, powers: HashArray
-    ) -> None:
-        """Check what each row reads against what its slot has said, then write what it computes."""
-        size, at = self._config.page_size, 0
-        for row, slot in enumerate(batch.slots.tolist()):
-            start, end = int(batch.starts[row]), int(batch.starts[row] + batch.lengths[row])
-            given = batch.input_ids[at : at + end - start]
-            at += end - start
-            past = tokens[slot, :end]
-            name = f"step {batch.step}, slot {slot}, tokens {start} to {end}"
-            _require(end <= length[slot], f"{name}: only {length[slot]} are known")
-            _require(bool(((given == past[start:]) | (given == FROM_DEVICE)).all()), f"{name}: other input ids")
-            if batch.sample[row]:
-                _require(end == length[slot], f"{name}: draws from the middle of {length[slot]}")
-                _require(batch.out_index[row] == end - prompt_len[slot] + 1, f"{name}: index {batch.out_index[row]}")
-            positions = np.arange(end)
-            places = batch.page_table[row, positions // size] * size + positions % size
-            hashes = _prefix_hashes(past, powers)
-            read, written = places[:start], places[start:]
-            sound = self._positions[read] == positions[:start]
-            sound &= (self._tokens[read] == past[:start]) & (self._hashes[read] == hashes[:start])
-            _require(bool(sound.all()), f"{name}: KV of position {int(sound.argmin()) if start else 0} is not its own")
-            self._tokens[written], self._positions[written] = past[start:], positions[start:]
-            self._hashes[written] = hashes[start:]
-
-
-def _prefix_hashes(ids: IntArray, powers: HashArray) -> HashArray:
-    """Hash of each prefix of some tokens: (n,)."""
-    hashes: HashArray = np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * powers[: len(ids)], dtype=np.uint64)
-    return hashes
+def _score(score: ScoreRow) -> PositionLogprobs:
+    num, top = len(score.targets), score.num_top
+    ids = np.concatenate([score.targets[:, None], np.tile(np.arange(top, dtype=np.int32), (num, 1))], 1)[:, :top]
+    values = np.tile(-0.25 * np.arange(1, top + 1, dtype=np.float32), (num, 1))
+    return PositionLogprobs(np.full(num, -0.25, np.float32), ids.astype(np.int32), values)
 
 
 def _mix(x: HashArray) -> HashArray:
@@ -325,11 +293,6 @@ def _holds(ids: IntArray, marker: tuple[int, ...]) -> bool:
         return False
     windows = np.lib.stride_tricks.sliding_window_view(ids, len(marker))
     return bool((windows == np.array(marker)).all(axis=1).any())
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise Corruption(what)
 
 
 def _end_process() -> None:

@@ -9,6 +9,9 @@ With overlap, step n + 1 is planned and launched while step n runs, and n is set
     device            [------- step 1 -------][------- step 2 -------][-------
 
 Without it every step is settled before the next one is planned.
+
+Rows that must follow a grammar draw behind a mask, which the tokens of the step before decide. So a step with such
+rows is told its masks ("guided") as soon as every step before it is settled, while the device computes it.
 """
 
 import threading
@@ -19,6 +22,9 @@ from dataclasses import dataclass
 from services.scheduler.core.link import Link, StepOutput
 from services.scheduler.core.ports import Engine, Step
 from services.scheduler.core.scheduler import Scheduler
+
+COMPILE_IDLE_S = 0.002
+"""... and at least this often while a grammar is being compiled."""
 
 IDLE_S = 0.5
 """The loop beats at least this often while nothing runs."""
@@ -59,6 +65,7 @@ class StepLoop:
         self._scheduler = scheduler
         self._depth = 1 if overlap else 0
         self._launched: deque[Step] = deque()
+        self._guided_step = -1
         self._stopping = threading.Event()
         self._draining = threading.Event()
         self._drained = threading.Event()
@@ -106,6 +113,7 @@ class StepLoop:
             self._launched.append(self._engine.launch(batch))
             self.stats.launch_s += time.perf_counter() - at
             self.stats.busy_since = 0.0
+            self._guide_oldest()
         settled = len(self._launched) > (self._depth if batch is not None else 0)
         if settled:
             self._settle()
@@ -135,7 +143,18 @@ class StepLoop:
         self.stats.wait_s += time.perf_counter() - at
         self.stats.forward_s += result.forward_ms / 1e3
         self.stats.steps += 1
-        self._tell(self._scheduler.settle(step.batch, result, time.time_ns()))
+        output = self._scheduler.settle(step.batch, result, time.time_ns())
+        self._guide_oldest()
+        self._tell(output)
+
+    def _guide_oldest(self) -> None:
+        """Say what the guided rows of the oldest step may draw, once: nothing is unsettled before it."""
+        if not self._launched:
+            return
+        step = self._launched[0]
+        if len(step.batch.guided) and step.batch.step != self._guided_step:
+            self._guided_step = step.batch.step
+            self._engine.guide(step, self._scheduler.masks(step.batch))
 
     def _tell(self, output: StepOutput | None) -> None:
         if output is not None:
@@ -149,7 +168,7 @@ class StepLoop:
         if self._draining.is_set() and not self._scheduler.slots.num_taken:
             self._drained.set()
         began = time.monotonic()
-        self._link.idle(IDLE_S)
+        self._link.idle(COMPILE_IDLE_S if self._scheduler.guides.num_compiling else IDLE_S)
         if not self._was_checked and time.monotonic() - began >= IDLE_S:
             self._scheduler.check()
             self._was_checked = True

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from prometheus_client import Gauge
 
-from services.scheduler.core.scheduler import SchedulerStats
+from services.scheduler.core.config import SchedulerStats
 from shared.metrics import (
     DEAD_LETTERS,
     HOP_SECONDS,

@@ -13,7 +13,7 @@ from typing import Final
 
 from services.scheduler.agenda import Agenda
 from services.scheduler.core.batch import RowLogprobs
-from services.scheduler.core.link import StepOutput
+from services.scheduler.core.link import PromptEcho, StepOutput
 from services.scheduler.ledger import Held, Ledger
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.call import Call
@@ -146,7 +146,23 @@ def make_chunk(engine: str, output: StepOutput, places: list[int]) -> StepChunk:
         }
         if output.logprobs
         else {},
+        {at: _prompt_of(output.prompts[place]) for at, place in enumerate(places) if place in output.prompts}
+        if output.prompts
+        else {},
+        [at for at, place in enumerate(places) if place in output.complete] if output.complete else [],
     )
+
+
+def _prompt_of(echo: PromptEcho) -> list[LogprobEntry]:
+    """Give one entry per token of a prompt; the first is not scored, and none is unless that was asked for."""
+    ids = echo.token_ids.tolist()
+    entries = [LogprobEntry(ids[0], 0.0)]
+    for piece in echo.scores:
+        scored = zip(piece.logprobs.tolist(), piece.top_ids.tolist(), piece.top_logprobs.tolist(), strict=True)
+        for logprob, top_ids, top in scored:
+            alternatives = [(i, p, b"") for i, p in zip(top_ids, top, strict=True)]
+            entries.append(LogprobEntry(ids[len(entries)], logprob, b"", alternatives))
+    return entries + [LogprobEntry(token_id, 0.0) for token_id in ids[len(entries) :]]
 
 
 def _renumber(found: Mapping[int, FinishReason], places: list[int]) -> dict[int, FinishReason]:

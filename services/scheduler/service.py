@@ -12,9 +12,10 @@ import msgspec
 
 from services.scheduler.broker_link import BrokerLink
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.ports import Engine
+from services.scheduler.core.ports import Engine, EngineLimits
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
+from services.scheduler.grammar.compiler import GrammarCompiler, GrammarVocabulary
 from services.scheduler.link_config import LinkConfig
 from services.scheduler.loop import StepLoop
 from services.scheduler.metrics import Gauges, SchedulerMetrics, StepTimes
@@ -23,6 +24,7 @@ from shared.errors import ConfigError, MillraceError
 from shared.messages import Heartbeat
 from shared.model_files import BYTES_NAME, ModelFiles, locate
 from shared.runtime import Life
+from shared.vocab import load_vocabulary
 
 if TYPE_CHECKING:
     from services.scheduler.engine.engine import EngineConfig
@@ -50,6 +52,7 @@ class SchedulerService:
         self._settings = settings
         self._engine: Engine | None = None
         self._scheduler: Scheduler | None = None
+        self._grammars: GrammarCompiler | None = None
         self._loop: StepLoop | None = None
         self._link: BrokerLink | None = None
         self._metrics: SchedulerMetrics | None = None
@@ -68,7 +71,8 @@ class SchedulerService:
         self._engine = build(self._settings)
         limits = self._engine.limits
         budget = self._settings.max_prefill_tokens or limits.max_step_tokens
-        self._scheduler = Scheduler(limits, SchedulerConfig(self._settings.cache, budget))
+        self._grammars = make_compiler(self._settings, limits)
+        self._scheduler = Scheduler(limits, SchedulerConfig(self._settings.cache, budget), self._grammars)
         seconds = time.monotonic() - began
         self._metrics.loaded(seconds)
         log.info(
@@ -108,6 +112,8 @@ class SchedulerService:
         finally:
             link.close()
             self._engine.close()
+            if self._grammars is not None:
+                self._grammars.close()
 
     def heartbeat(self, base: Heartbeat) -> Heartbeat:
         """Add the engine's size and load.
@@ -204,6 +210,24 @@ class SchedulerService:
             log.warning("the requests that are left wait for the next engine")
 
 
+def find_files(settings: SchedulerSettings) -> ModelFiles:
+    """Find the files of the model that the settings name.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    is_fake = settings.engine == "fake"
+    name = settings.model or (BYTES_NAME if is_fake else "")
+    return locate(name, settings.model_source, revision=settings.model_revision, weights=not is_fake)
+
+
+def make_compiler(settings: SchedulerSettings, limits: EngineLimits) -> GrammarCompiler:
+    """Make what compiles grammars; it loads the vocabulary beside everything else."""
+    files = find_files(settings)
+    source = GrammarVocabulary(lambda: load_vocabulary(files), limits.vocab_size, sorted(limits.eos_token_ids))
+    return GrammarCompiler(source)
+
+
 def build(settings: SchedulerSettings) -> Engine:
     """Build the engine that the settings name.
 
@@ -211,10 +235,8 @@ def build(settings: SchedulerSettings) -> Engine:
         ConfigError: the model or the device cannot be served as set.
     """
     refuse_unbuilt(settings)
-    is_fake = settings.engine == "fake"
-    name = settings.model or (BYTES_NAME if is_fake else "")
-    files = locate(name, settings.model_source, revision=settings.model_revision, weights=not is_fake)
-    if is_fake:
+    files = find_files(settings)
+    if settings.engine == "fake":
         return FakeEngine(fake_config(settings, files))
     from services.scheduler.engine.engine import build_engine  # torch only where it is used
 

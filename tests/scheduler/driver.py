@@ -3,9 +3,10 @@
 import functools
 from collections import deque
 
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.link import Arrival
 from services.scheduler.core.ports import EngineLimits
-from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from shared.sampling import SamplingParams
 from tests.fakes.link import Ledger, arrival

@@ -5,7 +5,8 @@ import pytest
 
 from services.scheduler.core.batch import FROM_DEVICE, Batch, SlotSetup
 from services.scheduler.core.ports import EngineFault
-from services.scheduler.fake_engine import Corruption, FakeEngine
+from services.scheduler.fake_engine import FakeEngine
+from services.scheduler.fake_kv import Corruption
 from shared.sampling import SamplingParams
 from tests.fakes.link import arrival
 from tests.scheduler.driver import Driver, engine_config, solo

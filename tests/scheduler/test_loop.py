@@ -4,8 +4,9 @@ import threading
 import numpy as np
 import pytest
 
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import EngineFault
-from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine
 from services.scheduler.loop import StepLoop
 from tests.fakes.link import ScriptedLink, arrival

@@ -1,6 +1,6 @@
 """The scheduler's metric table and its recorder."""
 
-from services.scheduler.core.scheduler import SchedulerStats
+from services.scheduler.core.config import SchedulerStats
 from services.scheduler.metrics import TABLE, Gauges, SchedulerMetrics, StepTimes
 from shared.metrics import COMMON, Metrics
 

@@ -3,7 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from services.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.scheduler import Scheduler
 from shared.errors import ConfigError
 from tests.fakes.link import arrival
 from tests.scheduler.driver import Driver, engine_config, limits, solo

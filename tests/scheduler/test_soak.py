@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.scheduler.core.scheduler import SchedulerConfig
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.fake_engine import FakeEngineConfig
 from tests.fakes.link import arrival
 from tests.scheduler.driver import Driver, engine_config, solo

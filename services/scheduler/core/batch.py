@@ -14,6 +14,10 @@ from shared.sampling import SamplingParams
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
+MaskArray = npt.NDArray[np.int32]
+"""(rows, mask_words(vocab_size)): bit i of word w says whether token 32 * w + i may be drawn."""
+
+NO_ROWS: IntArray = np.empty(0, np.int32)
 
 FROM_DEVICE = -1
 """An input id that the host does not know yet: the token the engine drew last for that slot."""
@@ -36,6 +40,27 @@ class SlotSetup:
     output_ids: IntArray
 
 
+def mask_words(vocab_size: int) -> int:
+    """Words of a row of a MaskArray."""
+    return (vocab_size + 31) // 32
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRow:
+    """A row of a prompt whose tokens are to be scored.
+
+    Attributes:
+        row: its place in the batch.
+        targets: (num_scored,) the tokens behind the row's first positions, whose log probabilities are wanted; one
+            fewer than the row's tokens where the prompt ends with it.
+        num_top: alternatives wanted per position.
+    """
+
+    row: int
+    targets: IntArray
+    num_top: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, planned.
@@ -51,6 +76,9 @@ class Batch:
         sample: (rows,) whether a token is drawn after the row's last position (not within a prompt).
         out_index: (rows,) 1-based index of the token to draw; with the request's seed it fixes the chance.
         setups: slots that begin with this step.
+        scores: rows whose prompt is scored.
+        guided: (num_guided,) rows that draw only what a mask allows. The engine waits with their draw for
+            `Engine.guide`, so the masks can be made while it computes.
     """
 
     step: int
@@ -63,6 +91,8 @@ class Batch:
     sample: BoolArray
     out_index: IntArray
     setups: tuple[SlotSetup, ...] = ()
+    scores: tuple[ScoreRow, ...] = ()
+    guided: IntArray = field(default_factory=lambda: NO_ROWS)
 
     @property
     def num_rows(self) -> int:
@@ -83,17 +113,35 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log probabilities of tokens that a prompt holds, straight from the model.
+
+    Attributes:
+        logprobs: (num_scored,).
+        top_ids: (num_scored, num_top), likeliest first.
+        top_logprobs: (num_scored, num_top).
+    """
+
+    logprobs: FloatArray
+    top_ids: IntArray
+    top_logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step drew.
 
     Attributes:
         token_ids: (rows,) drawn token, -1 in rows that drew none.
-        bad: (rows,) the row's logits were not numbers; its token is void and its request must end.
+        bad: (rows,) the row's logits (of the token it draws or of those it scores) were not numbers, or its mask
+            allows nothing; its token is void and its request must end.
         logprobs: row -> of the drawn token, for requests that asked.
-        forward_ms: device time of the step, as far as the engine can tell.
+        forward_ms: device time of the step, as far as the engine can tell; waiting for masks is left out.
+        scores: row -> of the tokens of its prompt, for every row of `Batch.scores`.
     """
 
     token_ids: IntArray
     bad: BoolArray
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     forward_ms: float = 0.0
+    scores: dict[int, PositionLogprobs] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from services.scheduler.core.batch import FROM_DEVICE, Batch, IntArray, SlotSetu
 from services.scheduler.core.page_table import PageTable
 from services.scheduler.core.prefill import Chunk
 from services.scheduler.core.req import Req
+from services.scheduler.core.scoring import score_rows
 from services.scheduler.core.slots import SlotTable
 
 
@@ -37,7 +38,7 @@ def lay_out(
         slots = np.concatenate([slots, np.array([chunk.req.slot for chunk in chunks], np.int32)])
         starts = np.concatenate([starts, np.array([chunk.start for chunk in chunks], np.int32)])
         lengths = np.concatenate([lengths, np.array([chunk.length for chunk in chunks], np.int32)])
-        sample = np.concatenate([sample, np.array([chunk.completes for chunk in chunks], np.bool_)])
+        sample = np.concatenate([sample, np.array([chunk.draws for chunk in chunks], np.bool_)])
         parts = [chunk.req.token_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks]
         input_ids = np.concatenate([input_ids, *parts])
     ends = starts + lengths
@@ -54,4 +55,6 @@ def lay_out(
         setups=tuple(
             SlotSetup(req.slot, req.params, req.token_ids[: req.prompt_len], req.output_ids) for req in started
         ),
+        scores=score_rows(chunks, num_decode),
+        guided=np.flatnonzero(sample & table.is_guided[slots]).astype(np.int32),
     )

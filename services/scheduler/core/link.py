@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.scheduler.core.batch import RowLogprobs
+from services.scheduler.core.batch import IntArray, PositionLogprobs, RowLogprobs
 from shared.messages import ErrorBody, FinishReason, GenerateRequest
 
 
@@ -30,6 +30,19 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEcho:
+    """The tokens of a prompt for a client that asked for them.
+
+    Attributes:
+        token_ids: (num_prompt_tokens,).
+        scores: pieces that together have a place for every token but the first; empty when no scores were asked for.
+    """
+
+    token_ids: IntArray
+    scores: Sequence[PositionLogprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """The tokens of one settled step, as parallel sequences with one place per request that has any.
 
@@ -40,6 +53,8 @@ class StepOutput:
         finishes: place -> reason, for choices that end with this step.
         starts: place -> (prompt tokens, cached prompt tokens), with the first token of an attempt.
         logprobs: place -> of its token, where asked for.
+        prompts: place -> its prompt, with the first token of a choice that asked for it.
+        complete: places that end with "stop" although their token is part of the text: nothing could follow it.
     """
 
     stamp_ns: int
@@ -50,6 +65,8 @@ class StepOutput:
     finishes: Mapping[int, FinishReason] = field(default_factory=dict)
     starts: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)
+    prompts: Mapping[int, PromptEcho] = field(default_factory=dict)
+    complete: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ holds every engine to this page.
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.scheduler.core.batch import Batch, StepResult
+from services.scheduler.core.batch import Batch, MaskArray, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,17 @@ class Engine(Protocol):
         """
         ...
 
+    def guide(self, step: Step, masks: MaskArray) -> None:
+        """Say what the guided rows of a launched step may draw, in the order of `Batch.guided`; returns at once.
+
+        Called once for a step that has guided rows, when every step before it is settled, and not for others.
+        """
+        ...
+
     def wait(self, step: Step) -> StepResult:
         """Block, without holding the interpreter, until the step has retired. Steps are waited for in order.
+
+        A step with guided rows must have been guided.
 
         Raises:
             EngineFault: the device or a worker is lost; the process must end.

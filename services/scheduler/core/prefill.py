@@ -54,7 +54,7 @@ class ReadyList:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a prompt that the next step computes; `completes` when a token is drawn behind it."""
+    """A part of a prompt that the next step computes."""
 
     req: Req
     start: int
@@ -64,6 +64,11 @@ class Chunk:
     def completes(self) -> bool:
         """Whether nothing of the prompt is left behind it."""
         return self.start + self.length == self.req.known_len
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn behind it."""
+        return self.completes and self.req.known_len < self.req.end_len
 
 
 class Headroom:
@@ -190,8 +195,9 @@ class Prefill:
 
     def _admit(self, req: Req) -> bool:
         """Give a request a slot and the pages of its prompt, if they can be had without robbing those that run."""
-        # At least the last token is computed: its logits are what the next token is drawn from.
-        handle, cached = self._pages.pin(req.namespace, req.token_ids[:-1])
+        # At least the last token is computed: its logits are what the next token is drawn from. All are, if scored.
+        usable = 0 if req.is_scored else req.known_len - 1
+        handle, cached = self._pages.pin(req.namespace, req.token_ids[:usable])
         need = self._pages.pages_for(req.known_len) - len(cached)
         # With nobody running nobody can be robbed, and what is held back comes free by itself.
         spare = self.headroom.num_pages() if self._slots.taken.any() else 0
@@ -217,7 +223,8 @@ class Prefill:
         It does so while the same prompt is being computed, as in a moment it will be in the cache, and while nobody
         new is admitted.
         """
-        return req.twin_key in self._twins or not (self.admits or req.was_admitted)
+        has_twin = req.twin_key in self._twins and not req.is_scored
+        return has_twin or not (self.admits or req.was_admitted)
 
 
 def _order(req: Req) -> tuple[int, int]:

@@ -5,16 +5,20 @@ request has a slot, so that steps are settled with arrays; what is here changes 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.core.batch import IntArray
+from services.scheduler.core.batch import IntArray, PositionLogprobs
 from services.scheduler.core.link import Arrival
 from services.scheduler.core.ports import EngineLimits
 from shared.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from shared.messages import ErrorBody
 from shared.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from services.scheduler.core.guides import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +40,9 @@ class Req:
         verified: since its last start a token was drawn from sound logits, so its KV is fit for the cache.
         announced: its prompt and cached tokens were published.
         cached_len: tokens the prefix cache gave at its first start.
+        was_resumed: some of its answer was said before it arrived here.
+        scores: of its prompt, as far as computed and not published.
+        matcher: follows its grammar, if it has one and that is compiled.
     """
 
     uid: str
@@ -52,6 +59,14 @@ class Req:
     verified: bool = False
     announced: bool = False
     cached_len: int = -1
+    was_resumed: bool = False
+    scores: list[PositionLogprobs] = field(default_factory=list)
+    matcher: "Matcher | None" = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the tokens of its prompt are still to be scored."""
+        return self.params.prompt_logprobs is not None and not self.announced and not self.was_resumed
 
     @property
     def known_len(self) -> int:
@@ -100,6 +115,7 @@ def make_req(arrival: Arrival, limits: EngineLimits, number: int) -> Req:
         end_len=min(prompt_len + max_tokens, room),
         order=(request.priority, number),
         twin_key=hash((request.cache_salt, token_ids[:prompt_len].tobytes())),
+        was_resumed=bool(arrival.said_ids),
     )
 
 

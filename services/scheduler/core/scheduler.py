@@ -5,59 +5,30 @@ thread. A step is planned with `plan`, launched by the loop, and settled with `s
 the two up to two steps are in flight, and nothing that they refer to is given to anyone else.
 """
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.core.batch import Batch, IntArray, StepResult
+from services.scheduler.core.batch import Batch, IntArray, MaskArray, StepResult
+from services.scheduler.core.config import SchedulerConfig, SchedulerStats
 from services.scheduler.core.cost_model import CostModel, StepShape
 from services.scheduler.core.decode import DecodeSet
 from services.scheduler.core.finish import FinishRules
+from services.scheduler.core.guides import Grammars, Guides
 from services.scheduler.core.layout import lay_out
 from services.scheduler.core.link import Arrival, Load, StepOutput
+from services.scheduler.core.outputs import begin_answers, drawn_output, unseen_output
 from services.scheduler.core.page_table import PageTable
 from services.scheduler.core.ports import EngineLimits
 from services.scheduler.core.prefill import Prefill
 from services.scheduler.core.prefix_cache import NaiveCache
 from services.scheduler.core.radix_tree import RadixTree
 from services.scheduler.core.req import Failure, Req, make_req
+from services.scheduler.core.scoring import keep_scores
 from services.scheduler.core.slots import SlotTable
-from shared.errors import ConfigError, RequestError, ServerFault
+from shared.errors import ConfigError, InvalidRequest, RequestError, ServerFault
 from shared.messages import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Policy of one scheduler.
-
-    Attributes:
-        cache: "radix" keeps prefixes of ended requests, "naive" keeps nothing.
-        max_prefill_tokens: prompt tokens one step computes at most; the engine's max_step_tokens bounds it too.
-        max_gap_ratio: while requests decode, a step with prompt tokens may take this many times the step without
-            them, as the fitted cost model sees it; 0 leaves the token budget alone to decide.
-    """
-
-    cache: Literal["radix", "naive"] = "radix"
-    max_prefill_tokens: int = 2048
-    max_gap_ratio: float = 2.5
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters, read by metrics from another thread; they only grow."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cache_query_tokens: int = 0
-    cache_hit_tokens: int = 0
-    evicted_pages: int = 0
-    retractions: int = 0
-    forgotten: int = 0
-    bad_rows: int = 0
-    refused: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +42,18 @@ class _Flight:
 class Scheduler:
     """Plans steps for one engine. See the module docstring for the calling order.
 
+    Args:
+        limits: of the engine.
+        config: policy.
+        grammars: makes matchers for answers that must follow a grammar; without it they are refused.
+
     Raises:
         ConfigError: the engine's step is smaller than its batch.
     """
 
-    def __init__(self, limits: EngineLimits, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self, limits: EngineLimits, config: SchedulerConfig | None = None, grammars: Grammars | None = None
+    ) -> None:
         if limits.max_step_tokens < limits.max_running:
             raise ConfigError(
                 f"max_step_tokens is {limits.max_step_tokens}: each of max_running={limits.max_running} needs one"
@@ -88,6 +66,7 @@ class Scheduler:
         self.pages = PageTable(limits, RadixTree(limits.page_size) if keeps else NaiveCache())
         self.prefill = Prefill(self.slots, self.pages, shares=keeps)
         self.decode = DecodeSet(self.slots, self.pages)
+        self.guides = Guides(self.slots, limits.vocab_size, grammars)
         self._rules = FinishRules(limits)
         self._costs = CostModel()
         self._reqs: dict[str, Req] = {}
@@ -131,17 +110,19 @@ class Scheduler:
         self._num_arrivals += 1
         try:
             req = make_req(arrival, self.limits, self._num_arrivals)
+            finish = self._rules.of(req)
+            if finish is not None and not req.is_scored:
+                self._end_unseen(req, finish)
+                return
+            if req.params.grammar is not None and finish is None:
+                self.guides.begin(req, req.params.grammar)
+            else:
+                self.prefill.ready.add(req)
         except RequestError as e:
             self.stats.refused += 1
             self._failures.append(Failure.of(uid, arrival.attempt, e))
             return
-        finish = self._rules.of(req)
-        if finish is not None:
-            self._endings.append((req, finish))
-            self.stats.finished[finish] += 1
-            return
         self._reqs[uid] = req
-        self.prefill.ready.add(req)
 
     def forget(self, uid: str, attempt: int) -> bool:
         """Drop a request of at most this attempt; False when there is none. Nothing more is said of it."""
@@ -151,9 +132,10 @@ class Scheduler:
         self.stats.forgotten += 1
         if req.slot >= 0:
             self._end(req)
-        else:
+            return True
+        if not self.guides.forget(req):
             self.prefill.ready.remove(req)
-            del self._reqs[uid]
+        del self._reqs[uid]
         return True
 
     def take_failures(self) -> list[Failure]:
@@ -164,18 +146,7 @@ class Scheduler:
     def take_endings(self, stamp_ns: int) -> StepOutput | None:
         """Take the requests that ended without a token since the last call: all of them was said before."""
         endings, self._endings = self._endings, []
-        if not endings:
-            return None
-        reqs = [req for req, _ in endings]
-        return StepOutput(
-            stamp_ns=stamp_ns,
-            uids=[req.uid for req in reqs],
-            attempts=[req.attempt for req in reqs],
-            firsts=[len(req.output_ids) + 1 for req in reqs],
-            tokens=[-1] * len(reqs),
-            finishes={place: finish for place, (_, finish) in enumerate(endings)},
-            starts={place: (req.prompt_len, 0) for place, req in enumerate(reqs)},
-        )
+        return unseen_output(endings, stamp_ns)
 
     def plan(self) -> Batch | None:
         """Fill the next step.
@@ -184,6 +155,8 @@ class Scheduler:
             The batch to launch, or None when nothing can run: at all if no step is in flight, else before the oldest
             one is settled.
         """
+        if self.guides.num_compiling:
+            self._start_guided()
         if not self._make_room():
             return None
         step = self._next_step
@@ -218,21 +191,35 @@ class Scheduler:
         ends = batch.starts + batch.lengths
         alive = self.slots.taken[batch.slots]
         self.slots.settled_len[batch.slots[alive]] = ends[alive]
-        drawn = np.flatnonzero(alive & batch.sample).astype(np.int32)
-        bad = result.bad[drawn] | (result.token_ids[drawn] < 0)
+        bad = alive & (result.bad | (batch.sample & (result.token_ids < 0)))
         if bad.any():
-            self._fail_rows(batch.slots[drawn[bad]])
-            drawn = drawn[~bad]
+            self._fail_rows(batch.slots[bad])
+            alive &= ~bad
+        for req in keep_scores(batch, result, alive, self.slots) if batch.scores else ():
+            self._first_token(req)
+            self._end(req)
+            self._end_unseen(req, "length")
+        if len(batch.guided):
+            for req in self.guides.follow(batch, result, alive, self._rules):
+                self._lose_guide(req)
+        drawn = np.flatnonzero(alive & batch.sample).astype(np.int32)
         if not len(drawn):
             return None
         return self._say(batch, result, drawn, ends[drawn], stamp_ns)
+
+    def masks(self, batch: Batch) -> MaskArray:
+        """Make the masks of a launched step's guided rows; every step before it must be settled."""
+        masks, lost = self.guides.masks(batch)
+        for req in lost:
+            self._lose_guide(req)
+        return masks
 
     def load(self, tokens_per_s: float = 0.0) -> Load:
         """Say how much runs and how much more could."""
         full = self.prefill.blocked or not self.admits
         return Load(
             num_running=self.slots.num_taken,
-            num_ready=len(self.prefill.ready),
+            num_ready=len(self.prefill.ready) + self.guides.num_compiling,
             free_slots=0 if full else self.slots.num_slots - self.slots.num_taken,
             free_pages=self.pages.num_available,
             queued_tokens=self.prefill.ready.num_tokens,
@@ -243,7 +230,7 @@ class Scheduler:
         """Check that slots, pages and pins are whole; AssertionError says which is not. For tests and idle time."""
         self.slots.check()
         self.pages.check()
-        live, ready = self.slots.live(), list(self.prefill.ready)
+        live, ready = self.slots.live(), [*self.prefill.ready, *self.guides.compiling]
         assert {*live, *ready} == {*self._reqs.values()}, "a request is in no place"
         assert len(live) + len(ready) == len(self._reqs), "a request is in two places"
         self.decode.check()
@@ -260,6 +247,7 @@ class Scheduler:
             victim = max(self.slots.live(), key=lambda req: req.order)
             victim.token_ids = self.slots.tokens(victim.slot, int(self.slots.known_len[victim.slot])).copy()
             self._release(victim)
+            victim.scores.clear()
             self.prefill.ready.add(victim)
             self.prefill.headroom.widen()
             self.stats.retractions += 1
@@ -279,32 +267,45 @@ class Scheduler:
         slots, ids = batch.slots[drawn], result.token_ids[drawn]
         table.token_ids[slots, positions] = ids
         table.known_len[slots] = positions + 1
-        uids: list[str] = table.uids[slots].tolist()
-        attempts: list[int] = table.attempts[slots].tolist()
-        starts = {}
-        for place in range(int(np.searchsorted(drawn, batch.num_decode)), len(drawn)):
-            req = table.req(int(slots[place]))
+        first = int(np.searchsorted(drawn, batch.num_decode))
+        begun = {place: table.req(int(slots[place])) for place in range(first, len(drawn))}
+        for req in begun.values():
             self._first_token(req)
-            if not req.announced:
-                req.announced = True
-                starts[place] = (req.prompt_len, req.cached_len)
-                self.stats.prompt_tokens += req.prompt_len
+            self.stats.prompt_tokens += 0 if req.announced else req.prompt_len
+        starts, prompts = begin_answers(begun)
         finishes = self._rules.of_rows(table, slots, ids, positions + 1)
+        complete = self._rules.complete_rows(table, slots, ids, positions + 1, finishes)
+        output = drawn_output(table, batch, result, drawn, stamp_ns, starts, prompts, finishes, complete)
         for place, finish in finishes.items():
             self._end(table.req(int(slots[place])))
             self.stats.finished[finish] += 1
         self.stats.generated_tokens += len(drawn)
-        rows = {int(row): place for place, row in enumerate(drawn)} if result.logprobs else {}
-        return StepOutput(
-            stamp_ns=stamp_ns,
-            uids=uids,
-            attempts=attempts,
-            firsts=batch.out_index[drawn].tolist(),
-            tokens=ids.tolist(),
-            finishes=finishes,
-            starts=starts,
-            logprobs={rows[row]: entry for row, entry in result.logprobs.items() if row in rows},
-        )
+        return output
+
+    def _start_guided(self) -> None:
+        """Let requests go on whose grammar is compiled by now."""
+        for req, error in self.guides.take():
+            matcher = req.matcher
+            if error is not None:
+                self.stats.refused += 1
+                self._failures.append(Failure.of(req.uid, req.attempt, error))
+                del self._reqs[req.uid]
+            elif matcher is not None and matcher.complete and len(req.output_ids):
+                del self._reqs[req.uid]
+                self._end_unseen(req, "stop")
+            else:
+                self.prefill.ready.add(req)
+
+    def _lose_guide(self, req: Req) -> None:
+        """End a request whose grammar has become too hard to follow."""
+        self._end(req)
+        error = InvalidRequest("The grammar of the answer is too complex to be followed.", code="grammar_too_complex")
+        self._failures.append(Failure.of(req.uid, req.attempt, error))
+
+    def _end_unseen(self, req: Req, finish: FinishReason) -> None:
+        """Have a request end without a token; it is in no place any more."""
+        self._endings.append((req, finish))
+        self.stats.finished[finish] += 1
 
     def _first_token(self, req: Req) -> None:
         """A prompt has been computed whole, and soundly: share it at once with those that begin alike."""

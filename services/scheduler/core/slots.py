@@ -36,6 +36,8 @@ class SlotTable:
         self.last_step: IntArray = np.full(num, -1, np.int32)
         self.ignores_eos: BoolArray = np.zeros(num, np.bool_)
         self.has_stop_ids: BoolArray = np.zeros(num, np.bool_)
+        self.is_guided: BoolArray = np.zeros(num, np.bool_)
+        self.is_complete: BoolArray = np.zeros(num, np.bool_)
         self.taken: BoolArray = np.zeros(num, np.bool_)
         self.uids = np.empty(num, np.object_)
         self.attempts = np.zeros(num, np.int64)
@@ -66,6 +68,8 @@ class SlotTable:
         self.last_step[slot] = -1
         self.ignores_eos[slot] = req.params.ignore_eos
         self.has_stop_ids[slot] = bool(req.params.stop_token_ids)
+        self.is_guided[slot] = req.params.grammar is not None
+        self.is_complete[slot] = False
         self.taken[slot] = True
         self.uids[slot] = req.uid
         self.attempts[slot] = req.attempt

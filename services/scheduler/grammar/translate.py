@@ -1,0 +1,62 @@
+"""From what a client may write to llguidance's own grammars. Every failure names what is wrong, never the text."""
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from shared.errors import InvalidRequest
+from shared.sampling import Grammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_COMPACT: Final["JsonCompileOptions"] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""JSON is written as `json.dumps` does: where any white space is allowed, small models write nothing else."""
+
+
+def translate(grammar: Grammar) -> str:
+    """Give llguidance's form of a grammar.
+
+    Raises:
+        InvalidRequest: it can be seen at once that it is none.
+    """
+    try:
+        match grammar.kind:
+            case "json_schema":
+                options: JsonCompileOptions = {**_COMPACT, "lenient": grammar.lenient}
+                return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+            case "regex":
+                return LLMatcher.grammar_from_regex(grammar.text)
+            case "choice":
+                texts = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
+                return LLMatcher.grammar_from_lark(f"start: {texts}")
+            case "ebnf":
+                return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+    except (ValueError, GbnfToLarkError) as e:
+        raise refusal(grammar, str(e)) from e
+    except Exception as e:  # the translator of GBNF raises bare ones
+        raise refusal(grammar, f"it cannot be read ({type(e).__name__})") from e
+
+
+FIELDS: Final = {
+    "json_schema": "response_format",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "choice": "structured_outputs.choice",
+}
+"""Kind -> the field that a refusal names."""
+_MAX_REASON: Final = 300
+
+
+def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
+    """Make the 400 of a grammar that cannot be compiled."""
+    field = FIELDS[grammar.kind]
+    first = " ".join(reason.split())[:_MAX_REASON]
+    what = "schema" if grammar.kind == "json_schema" else "grammar"
+    return InvalidRequest(f"{field}: the {what} cannot be used: {first}", param=field, code="invalid_grammar")
