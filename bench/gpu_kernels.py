@@ -16,7 +16,12 @@ from collections.abc import Callable
 
 import torch
 
-from services.scheduler.engine.kernels.decode_attention import DecodeWorkspace, decode_attention, plan_decode
+from services.scheduler.engine.kernels.decode_attention import (
+    DecodeShape,
+    DecodeWorkspace,
+    decode_attention,
+    plan_decode,
+)
 from services.scheduler.engine.kernels.gumbel import gumbel_sample
 from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store
 
@@ -114,12 +119,13 @@ def triton_runner(
     """Our kernel: the plan, and one layer."""
     ws = DecodeWorkspace.allocate(256, 4096, NUM_KV * p.group, NUM_KV, DIM, torch.device("cuda"), programs)
 
-    def layer(i: int) -> None:
-        decode_attention(
-            ws, p.q, p.pools[i][0], p.pools[i][1], p.table, p.seq_lens, p.out, p.scale, block, warps, stages
-        )
+    shape = DecodeShape(programs, block, warps, stages, chunk)
+    slots = torch.arange(p.rows, dtype=torch.int32, device="cuda")
 
-    return (lambda: plan_decode(ws, p.seq_lens, NUM_KV, chunk)), layer
+    def layer(i: int) -> None:
+        decode_attention(ws, shape, p.q, p.pools[i][0], p.pools[i][1], p.table, slots, p.seq_lens, p.out, p.scale)
+
+    return (lambda: plan_decode(ws, p.seq_lens, NUM_KV, shape)), layer
 
 
 def flashinfer_runner(p: Problem, graph: bool) -> tuple[Callable[[], None], Callable[[int], None]]:

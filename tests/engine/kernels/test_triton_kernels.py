@@ -20,29 +20,71 @@ def interpret(code: str) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-def test_decode_attention_equals_dense_attention_for_any_lengths() -> None:
-    interpret("""
-        import math, torch
-        from services.scheduler.engine.kernels.decode_attention import DecodeWorkspace, decode_attention, plan_decode
+ATTENTION = """
+import math, torch, numpy as np
+from services.scheduler.engine.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention, plan_decode
+from services.scheduler.engine.kernels.prefill_attention import list_tiles, prefill_attention
+kv, dim, page = 2, 64, 16
+k, v = torch.randn(2, 100, kv, page, dim)
+def dense(q, pages, window):
+    '''(tokens, heads, dim) queries that are the last ones of their row.'''
+    n = len(pages) * page
+    keys, values = (x[pages.long()].permute(1, 0, 2, 3).reshape(kv, -1, dim) for x in (k, v))
+    return lambda last: attend(q, keys[:, :last], values[:, :last], window)
+def attend(q, keys, values, window):
+    tokens, heads, _ = q.shape
+    folded = q.view(tokens, kv, heads // kv, dim).permute(1, 2, 0, 3)
+    scores = folded @ keys[:, None].transpose(2, 3) / math.sqrt(dim)
+    at = torch.arange(keys.shape[1]); own = keys.shape[1] - tokens + torch.arange(tokens)
+    seen = at[None] <= own[:, None]
+    if window: seen &= at[None] > own[:, None] - window
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+    return (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
+"""
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_decode_attention_equals_dense_attention_for_any_lengths(window: int | None) -> None:
+    interpret(f"""{textwrap.indent(ATTENTION, " " * 8)}
         torch.manual_seed(1)
-        kv, dim, page = 2, 64, 16
-        for group, lengths in ((2, [700, 130, 65, 64, 1]), (5, [1, 333, 2])):
+        for group, lengths in ((2, [700, 130, 65, 64, 1]), (5, [1, 333, 2, 0])):
             seq_lens = torch.tensor(lengths, dtype=torch.int32)
-            k, v = torch.randn(2, 100, kv, page, dim)
+            slots = torch.randperm(len(lengths)).int()
             table = torch.stack([torch.randperm(100)[:50] for _ in lengths]).int()
             q = torch.randn(len(lengths), kv * group, dim)
-            out = torch.empty_like(q)
-            ws = DecodeWorkspace.allocate(8, 1024, kv * group, kv, dim, torch.device("cpu"), num_programs=8)
+            out = torch.full_like(q, torch.nan)
+            ws = DecodeWorkspace.allocate(8, 1024, kv * group, kv, dim, torch.device("cpu"), max_programs=8)
             for chunk in (64, 2048, 64):  # again, with the counters of the launch before
-                plan_decode(ws, seq_lens, kv, max_chunk=chunk)
-                decode_attention(ws, q, k, v, table, seq_lens, out, 1 / math.sqrt(dim))
+                shape = DecodeShape(8, max_chunk=chunk)
+                plan_decode(ws, seq_lens, kv, shape)
+                decode_attention(ws, shape, q, k, v, table, slots, seq_lens, out, 1 / math.sqrt(dim), {window})
                 for row, n in enumerate(lengths):
-                    pages = table[row, : -(-n // page)].long()
-                    keys, values = (x[pages].permute(1, 0, 2, 3).reshape(kv, -1, dim)[:, :n] for x in (k, v))
-                    heads = q[row].view(kv, group, dim)
-                    want = (torch.softmax(heads @ keys.transpose(1, 2) / math.sqrt(dim), -1) @ values).reshape(-1, dim)
-                    assert torch.allclose(out[row], want, atol=2e-6), (group, row, (out[row] - want).abs().max())
+                    if n:
+                        want = dense(q[row : row + 1], table[slots[row], : -(-n // page)], {window})(n)[0]
+                        assert torch.allclose(out[row], want, atol=2e-6), (group, row, (out[row] - want).abs().max())
             assert int(ws.arrivals.abs().sum()) == 0
+    """)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_prefill_attention_equals_dense_attention_for_any_chunks(window: int | None) -> None:
+    interpret(f"""{textwrap.indent(ATTENTION, " " * 8)}
+        torch.manual_seed(4)
+        group, starts, lengths = 3, np.array([0, 100, 7, 63]), np.array([300, 1, 130, 128])
+        offsets = np.cumsum(lengths) - lengths + 2  # two tokens of others come first
+        tiles = list_tiles(starts, lengths)
+        assert len(tiles) == 3 + 1 + 2 + 1
+        table = torch.stack([torch.randperm(100)[:20] for _ in lengths]).int()
+        slots = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+        q = torch.randn(2 + lengths.sum(), kv * group, dim)
+        out = torch.full_like(q, 7.0)
+        ints = [torch.from_numpy(x).int() for x in (starts, lengths, offsets, tiles)]
+        prefill_attention(q, k, v, table, slots, *ints[:3], ints[3], out, 1 / math.sqrt(dim), {window})
+        assert (out[:2] == 7.0).all()
+        for row, (start, n, at) in enumerate(zip(starts, lengths, offsets)):
+            pages = table[slots[row], : -(-(start + n) // page)]
+            want = dense(q[at : at + n], pages, {window})(start + n)
+            assert torch.allclose(out[at : at + n], want, atol=3e-6), (row, (out[at : at + n] - want).abs().max())
     """)
 
 
@@ -97,4 +139,86 @@ def test_gumbel_draws_by_probability_whatever_the_row() -> None:
         share = torch.bincount(draws.long(), minlength=4) / 2000
         want = torch.softmax(four[0], 0)
         assert (share - want).abs().max() < 0.04, share
+    """)
+
+
+def test_limits_keep_what_sorting_keeps() -> None:
+    interpret("""
+        import torch, numpy as np
+        from services.scheduler.engine.kernels.limits import keep_limits
+        from services.scheduler.engine.sampler import filter_probs
+        torch.manual_seed(5)
+        rows = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (50, 0.9, 0.01)]
+        rows += [(1, 0.5, 0.0), (9999, 0.95, 0.0)]
+        top_k = torch.tensor([r[0] for r in rows], dtype=torch.int32)
+        top_p, min_p = (torch.tensor([r[i] for r in rows]) for i in (1, 2))
+        temperatures = torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 0.3, 1.0])
+        for dtype in (torch.bfloat16, torch.float32):
+            logits = (torch.randn(len(rows), 10_000) * 3).to(dtype)
+            limits = keep_limits(logits, temperatures, top_k, top_p, min_p)
+            assert limits[0] == -torch.inf
+            for row in range(1, len(rows)):
+                probs = torch.softmax(logits[row : row + 1].float() / temperatures[row], -1)
+                k = np.array([rows[row][0] or 10_000])
+                kept = filter_probs(probs, k, np.array([rows[row][1]]), np.array([rows[row][2]])) > 0
+                got = logits[row].float() >= limits[row]
+                differ = (got != kept[0]).nonzero()[:, 0]
+                # Rounding of the sums may move the border of top_p by one entry.
+                assert len(differ) <= (1 if rows[row][1] < 1.0 else 0), (dtype, row, got.sum(), kept.sum())
+    """)
+
+
+def test_a_limit_bans_and_the_drawn_token_is_fed_back() -> None:
+    interpret("""
+        import torch
+        from services.scheduler.engine.kernels.gumbel import gumbel_sample
+        torch.manual_seed(6)
+        logits = torch.randn(4, 6000)
+        logits[3, 10] = torch.inf
+        limits = torch.tensor([-torch.inf, 2.0, 9.0, -torch.inf])
+        last, slots = torch.full((9,), -7, dtype=torch.int32), torch.tensor([8, 0, 3, 4], dtype=torch.int32)
+        out = torch.zeros(4, dtype=torch.int32)
+        for seed in range(20):
+            seeds = torch.arange(4) + 4 * seed
+            _, token = gumbel_sample(logits, torch.ones(4), seeds, limits=limits, out=out, feed=(slots, last))
+            assert token is out and (last[slots.long()] == out).all()
+            assert logits[1, token[1]] >= 2.0 and token[2] == -1 and token[3] == -1 and token[0] >= 0
+        assert (last[[1, 2, 5, 6, 7]] == -7).all()
+    """)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_kernels_equal_their_plain_forms(dtype: str) -> None:
+    interpret(f"""
+        import torch, torch.nn.functional as F
+        from services.scheduler.engine.kernels.elementwise import lay_out_inputs, rms_norm, silu_mul, store_kv
+        torch.manual_seed(8)
+        dtype = torch.{dtype}
+        tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+        x, residual = torch.randn(2, 5, 96).to(dtype)
+        weight = torch.rand(96).to(dtype)
+        total = x + residual
+        got = rms_norm(x, weight, 1e-6, residual)
+        def close(a, b):  # the interpreter truncates where the device rounds
+            return torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+        assert close(residual, total)
+        assert close(got, F.rms_norm(total.float(), (96,), weight.float(), 1e-6))
+        assert close(rms_norm(x, weight, 1e-6), F.rms_norm(x.float(), (96,), weight.float(), 1e-6))
+        both = torch.randn(3, 2 * 1100).to(dtype)
+        want = F.silu(both[:, :1100]) * both[:, 1100:]
+        assert close(silu_mul(both), want)
+        ids = torch.tensor([4, -1, -1, 9], dtype=torch.int32)
+        slots = torch.tensor([0, 2, 1, 0], dtype=torch.int32)
+        last = torch.tensor([11, -1, 13], dtype=torch.int32)
+        changes = torch.tensor([[0, 5], [7, 6], [3, 8]], dtype=torch.int32)
+        table, found = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+        lay_out_inputs(ids, slots, last, found, changes, torch.tensor([2], dtype=torch.int32), table)
+        assert found.tolist() == [4, 13, 0, 9]
+        assert table.flatten().tolist() == [5, 0, 0, 0, 0, 0, 0, 6, 0, 0]
+        k, v = torch.randn(2, 3, 2, 32).to(dtype)
+        pools = torch.zeros(2, 4, 2, 8, 32, dtype=dtype)
+        store_kv(k, v, torch.tensor([9, -1, 31], dtype=torch.int32), *pools)
+        for pool, new in zip(pools, (k, v)):
+            assert torch.equal(pool[1, :, 1], new[0]) and torch.equal(pool[3, :, 7], new[2])
+            assert pool.abs().sum() == new[[0, 2]].abs().sum()
     """)

@@ -18,6 +18,35 @@ import triton.language as tl
 
 MIN_CHUNK = 64
 MAX_CHUNK = 2048
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How the kernel is cut for a number of rows.
+
+    Attributes:
+        programs: size of the persistent grid.
+        block: tokens per inner step, a multiple of 16.
+        warps: per program.
+        stages: of the software pipeline.
+        max_chunk: tokens of one work item at most.
+    """
+
+    programs: int
+    block: int = 64
+    warps: int = 4
+    stages: int = 2
+    max_chunk: int = MAX_CHUNK
+
+
+def decode_shape(rows: int, multiprocessors: int) -> DecodeShape:
+    """The cut that was fastest on an H200 for that many rows."""
+    if rows > 64:
+        return DecodeShape(4 * multiprocessors)
+    if rows > 16:
+        return DecodeShape(3 * multiprocessors, stages=4)
+    return DecodeShape(2 * multiprocessors, stages=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +60,7 @@ class DecodeWorkspace:
         lse: (max_items, num_qo_heads, 2), float32, device: maximum and sum of each partial.
         first_item: (max_rows + 1,), int32, device: where a row's items begin.
         arrivals: (max_rows, num_kv_heads), int32, device: chunks done; zero between launches.
+        max_rows: rows it is for.
     """
 
     items: torch.Tensor
@@ -39,7 +69,7 @@ class DecodeWorkspace:
     lse: torch.Tensor
     first_item: torch.Tensor
     arrivals: torch.Tensor
-    num_programs: int
+    max_rows: int
 
     @staticmethod
     def allocate(
@@ -49,13 +79,13 @@ class DecodeWorkspace:
         num_kv_heads: int,
         head_dim: int,
         device: torch.device,
-        num_programs: int,
+        max_programs: int,
     ) -> "DecodeWorkspace":
         """Allocate for the worst case that the planner can produce (see `_plan_kernel`)."""
         # A row has at most ceil(max_seq_len / MAX_CHUNK) chunks, unless chunks are shorter, which the
-        # planner allows only while all items together stay near num_programs.
+        # planner allows only while all items together stay near the grid's size.
         longest = -(-max_seq_len // MAX_CHUNK)
-        max_items = max_rows * longest + 2 * num_programs + max_rows
+        max_items = max_rows * longest + 2 * max_programs + max_rows
         return DecodeWorkspace(
             items=torch.zeros((max_items, 2), dtype=torch.int32, device=device),
             plan=torch.zeros(4, dtype=torch.int32, device=device),
@@ -63,11 +93,11 @@ class DecodeWorkspace:
             lse=torch.zeros((max_items, num_qo_heads, 2), dtype=torch.float32, device=device),
             first_item=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
             arrivals=torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device),
-            num_programs=num_programs,
+            max_rows=max_rows,
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _plan_kernel(
     seq_lens,
     items,
@@ -102,9 +132,10 @@ def _plan_kernel(
 
 @triton.jit
 def _decode_kernel(
-    q, k_cache, v_cache, out, page_table, seq_lens, items, plan, first_item, arrivals, partial, lse,
+    q, k_cache, v_cache, out, page_table, slots, seq_lens, items, plan, first_item, arrivals, partial, lse,
     scale, stride_q, stride_page, stride_head, stride_table, stride_out,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     num_items = tl.load(plan) * NUM_KV
     chunk = tl.load(plan + 1)
@@ -117,8 +148,11 @@ def _decode_kernel(
         row = tl.load(items + item * 2)
         part = tl.load(items + item * 2 + 1)
         seq_len = tl.load(seq_lens + row)
+        table = page_table + tl.load(slots + row).to(tl.int64) * stride_table
         begin = part * chunk
         end = tl.minimum(begin + chunk, seq_len)
+        if WINDOW > 0:
+            begin = tl.maximum(begin, seq_len - WINDOW)
         qo = head * GROUP + g
         query = tl.load(q + row * stride_q + qo[:, None] * DIM + d[None, :], mask=g[:, None] < GROUP, other=0.0)
         top = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
@@ -127,7 +161,7 @@ def _decode_kernel(
         for at in range(begin, end, BLOCK):
             pos = at + t
             live = pos < end
-            page = tl.load(page_table + row * stride_table + pos // PAGE, mask=live, other=0).to(tl.int64)
+            page = tl.load(table + pos // PAGE, mask=live, other=0).to(tl.int64)
             base = page * stride_page + head * stride_head + (pos % PAGE) * DIM
             k = tl.load(k_cache + base[:, None] + d[None, :], mask=live[:, None], other=0.0)
             v = tl.load(v_cache + base[:, None] + d[None, :], mask=live[:, None], other=0.0)
@@ -157,60 +191,66 @@ def _decode_kernel(
                 top = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
                 mass = tl.zeros((GROUP_PAD,), tl.float32)
                 acc = tl.zeros((GROUP_PAD, DIM), tl.float32)
-                for i in range(first, first + parts):
-                    other = i * NUM_KV * GROUP + qo
-                    o_top = tl.load(lse + other * 2, mask=heads, other=0.0, cache_modifier=".cg")
-                    o_mass = tl.load(lse + other * 2 + 1, mask=heads, other=1.0, cache_modifier=".cg")
-                    o_acc = tl.load(
-                        partial + other[:, None] * DIM + d[None, :],
-                        mask=heads[:, None],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    new_top = tl.maximum(top, o_top)
-                    a = tl.exp2(top - new_top)
-                    b = tl.exp2(o_top - new_top)
-                    mass = mass * a + o_mass * b
-                    acc = acc * a[:, None] + o_acc * b[:, None]
-                    top = new_top
+                for i in range(0, parts, 4):
+                    # Four at a time: their loads do not wait for each other.
+                    for j in tl.static_range(4):
+                        here = heads & (g * 0 + i + j < parts)
+                        other = (first + i + j) * NUM_KV * GROUP + qo
+                        o_top = tl.load(lse + other * 2, mask=here, other=-float("inf"), cache_modifier=".cg")
+                        o_mass = tl.load(lse + other * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
+                        o_acc = tl.load(
+                            partial + other[:, None] * DIM + d[None, :],
+                            mask=here[:, None],
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        new_top = tl.maximum(top, o_top)
+                        # A part wholly outside the window has no maximum and no weight.
+                        a = tl.where(top == new_top, 1.0, tl.exp2(top - new_top))
+                        b = tl.where(o_top == new_top, 1.0, tl.exp2(o_top - new_top))
+                        mass = mass * a + o_mass * b
+                        acc = acc * a[:, None] + o_acc * b[:, None]
+                        top = new_top
                 tl.store(out_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=heads[:, None])
                 tl.store(arrivals + row * NUM_KV + head, 0)
 
 
-def plan_decode(ws: DecodeWorkspace, seq_lens: torch.Tensor, num_kv_heads: int, max_chunk: int = MAX_CHUNK) -> None:
-    """Write the step's work list from `seq_lens`, (rows,), int32, device. Once per step, before the layers."""
-    rows = seq_lens.shape[0]
+def plan_decode(ws: DecodeWorkspace, seq_lens: torch.Tensor, num_kv_heads: int, shape: DecodeShape) -> None:
+    """Write the step's work list from `seq_lens`, (rows,), int32, device. Once per step, before the layers.
+
+    A row of length 0 is padding: nothing of it is read, and its output is not written.
+    """
     _plan_kernel[(1,)](
-        seq_lens, ws.items, ws.plan, ws.first_item, rows, num_kv_heads, ws.num_programs,
-        ROWS=triton.next_power_of_2(max(rows, 2)), LO=MIN_CHUNK, HI=max_chunk, num_warps=4,
+        seq_lens, ws.items, ws.plan, ws.first_item, seq_lens.shape[0], num_kv_heads, shape.programs,
+        ROWS=triton.next_power_of_2(max(ws.max_rows, 2)), LO=MIN_CHUNK, HI=shape.max_chunk, num_warps=4,
     )  # fmt: skip
 
 
 def decode_attention(
-    ws: DecodeWorkspace, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
-    seq_lens: torch.Tensor, out: torch.Tensor, scale: float, block: int = 64, num_warps: int = 4, num_stages: int = 2,
+    ws: DecodeWorkspace, shape: DecodeShape, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
+    slots: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, scale: float, window: int | None = None,
 ) -> None:  # fmt: skip
     """Attend with one query per row over the row's pages.
 
     Args:
-        ws: planned by `plan_decode` for the same `seq_lens`.
-        q: (rows, num_qo_heads, head_dim), bf16 or f32, device; rows may be strided.
+        ws: planned by `plan_decode` for the same `seq_lens` and shape.
+        shape: how to cut the work.
+        q: (rows, num_qo_heads, head_dim), bf16, f16 or f32, device; rows may be strided.
         k_cache: (num_pages, num_kv_heads, page_size, head_dim), device.
         v_cache: like k_cache, of equal strides.
-        page_table: (rows, columns), int32, device.
+        page_table: (slots, columns), int32, device.
+        slots: (rows,), int32, device; the line of the page table that each row reads.
         seq_lens: (rows,), int32, device; tokens to attend to, the row's own included.
         out: (rows, num_qo_heads, head_dim), device, written.
         scale: factor on the scores before the softmax.
-        block: tokens per inner step, a multiple of 16.
-        num_warps: per program.
-        num_stages: of the software pipeline.
+        window: tokens a row sees, its own included; None for all.
     """
     _, num_qo, dim = q.shape
     num_kv, page = k_cache.shape[1], k_cache.shape[2]
     group = num_qo // num_kv
-    _decode_kernel[(ws.num_programs,)](
-        q, k_cache, v_cache, out, page_table, seq_lens, ws.items, ws.plan, ws.first_item, ws.arrivals, ws.partial, ws.lse,
-        scale * 1.4426950408889634, q.stride(0), k_cache.stride(0), k_cache.stride(1), page_table.stride(0), out.stride(0),
-        NUM_KV=num_kv, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, PAGE=page, BLOCK=block,
-        num_warps=num_warps, num_stages=num_stages,
+    _decode_kernel[(shape.programs,)](
+        q, k_cache, v_cache, out, page_table, slots, seq_lens, ws.items, ws.plan, ws.first_item, ws.arrivals, ws.partial, ws.lse,
+        scale * LOG2_E, q.stride(0), k_cache.stride(0), k_cache.stride(1), page_table.stride(0), out.stride(0),
+        NUM_KV=num_kv, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, PAGE=page, BLOCK=shape.block,
+        WINDOW=window or 0, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip

@@ -16,7 +16,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _block_kernel(logits, temperatures, seeds, best, where, vocab, first_id, stride, blocks, BLOCK: tl.constexpr):
+def _block_kernel(logits, temperatures, seeds, limits, best, where, vocab, first_id, stride, blocks, BLOCK: tl.constexpr, FILTER: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     block = tl.program_id(1)
     QUARTER: tl.constexpr = BLOCK // 4
@@ -40,6 +40,8 @@ def _block_kernel(logits, temperatures, seeds, best, where, vocab, first_id, str
         u = ((bits.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
         y = x * factor - tl.log(-tl.log(u)) * spread
         broken |= (y != y).to(tl.int32)
+        if FILTER:
+            y = tl.where(x < tl.load(limits + row), -float("inf"), y)
         top_id = tl.where(y > top, at, top_id)
         top = tl.maximum(top, y)
     # A row with a NaN anywhere reports NaN, and its request ends.
@@ -51,18 +53,30 @@ def _block_kernel(logits, temperatures, seeds, best, where, vocab, first_id, str
 
 
 @triton.jit
-def _row_kernel(best, where, out_value, out_id, blocks, BLOCKS: tl.constexpr):
+def _row_kernel(best, where, slots, last_tokens, out_value, out_id, blocks, BLOCKS: tl.constexpr, FEED: tl.constexpr):
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS)
     value = tl.load(best + row * blocks + b, mask=b < blocks, other=-float("inf"))
-    broken = tl.sum((value != value).to(tl.int32), 0) > 0
+    top = tl.max(value, 0)
+    # Nothing can be drawn where all is minus infinity, or something plus infinity.
+    broken = (tl.sum((value != value).to(tl.int32), 0) > 0) | (tl.abs(top) == float("inf"))
     at = tl.argmax(tl.where(value != value, -float("inf"), value), 0)
-    tl.store(out_value + row, tl.where(broken, float("nan"), tl.max(value, 0)))
-    tl.store(out_id + row, tl.where(broken, -1, tl.load(where + row * blocks + at)))
+    token = tl.where(broken, -1, tl.load(where + row * blocks + at))
+    tl.store(out_value + row, tl.where(broken, float("nan"), top))
+    tl.store(out_id + row, token)
+    if FEED:
+        tl.store(last_tokens + tl.load(slots + row), token)
 
 
 def gumbel_sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, first_id: int = 0
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    first_id: int = 0,
+    *,
+    limits: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    feed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
@@ -71,6 +85,9 @@ def gumbel_sample(
         temperatures: (rows,), float32, device; 0 takes the likeliest.
         seeds: (rows,), int64, device; of this draw: a mix of the request's seed and the token's index.
         first_id: id of the first column, a multiple of BLOCK, for a sharded vocabulary.
+        limits: (rows,), float32, device; entries with a smaller logit are left out. None keeps all.
+        out: (rows,), int32, device; where the ids go, in place of a new tensor.
+        feed: (slots of the rows, last token of each slot), int32, device; the second is written.
 
     Returns:
         (rows,) float32 winning scores, to compare between ranks, NaN where the row's logits are not numbers;
@@ -81,9 +98,14 @@ def gumbel_sample(
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     where = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
     _block_kernel[(rows, blocks)](
-        logits, temperatures, seeds, best, where, vocab, first_id, logits.stride(0), blocks, BLOCK=BLOCK, num_warps=4
-    )
+        logits, temperatures, seeds, temperatures if limits is None else limits, best, where, vocab, first_id, logits.stride(0), blocks,
+        BLOCK=BLOCK, FILTER=limits is not None, num_warps=4,
+    )  # fmt: skip
     value = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    token = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    _row_kernel[(rows,)](best, where, value, token, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+    token = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
+    slots, last_tokens = (token, token) if feed is None else feed
+    _row_kernel[(rows,)](
+        best, where, slots, last_tokens, value, token, blocks,
+        BLOCKS=triton.next_power_of_2(blocks), FEED=feed is not None, num_warps=1,
+    )  # fmt: skip
     return value, token
