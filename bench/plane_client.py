@@ -165,9 +165,7 @@ async def _run(load: Load, pipe: Connection) -> None:
         await asyncio.gather(*(loop.create_connection(lambda s=s: s, load.host, load.port) for s in some))  # type: ignore[misc]
         await asyncio.gather(*(stream.begun.wait() for stream in some))
     pipe.send("ready")
-    while not pipe.poll():
-        await asyncio.sleep(0.05)
-    since_ns, until_ns = pipe.recv()
+    since_ns, until_ns = await loop.run_in_executor(None, pipe.recv)
     for stream in streams:
         stream.close()
     pipe.send(_look_at(streams, since_ns, until_ns))

@@ -19,6 +19,8 @@ import psutil
 ROOT: Final = Path(__file__).resolve().parent.parent
 READY_LIMIT_S: Final = 120.0
 STOP_LIMIT_S: Final = 60.0
+_LAUNCHES: Final = 3
+"""A free port that the launcher has found may be taken by somebody else before it is used."""
 
 
 class Stack:
@@ -41,12 +43,16 @@ class Stack:
         self._run_dir = Path(self._folder.name) / "run"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
         argv = [sys.executable, "-m", "services.launcher", "serve", "--port", "0", "--run-dir", str(self._run_dir)]
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*argv, "--log-level", "warning", *flags],
-                stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env={**clean, **(env or {})},
-            )  # fmt: skip
-        announced = self._announcement()
+        argv += ["--log-level", "warning", *flags]
+        announced = ""
+        for left in reversed(range(_LAUNCHES)):
+            self._launch(argv, {**clean, **(env or {})})
+            announced = self._announcement()
+            if announced.startswith("Millrace is ready: "):
+                break
+            self._stop()
+            if not left:
+                raise RuntimeError(f"the launcher did not get ready:\n{self.log.read_text(errors='replace')[-3000:]}")
         self.host, port = announced.split()[3].removeprefix("http://").removesuffix("/v1").split(":")
         self.port = int(port)
         self.model = announced.rpartition("(model ")[2].removesuffix(")\n")
@@ -70,14 +76,7 @@ class Stack:
 
     def close(self) -> None:
         """End it, by force if need be."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._stop()
         self._folder.cleanup()
 
     def __enter__(self) -> Self:
@@ -88,19 +87,29 @@ class Stack:
         """End it."""
         self.close()
 
+    def _launch(self, argv: list[str], env: dict[str, str]) -> None:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
+
     def _announcement(self) -> str:
+        """Wait for the line that says all is ready; anything else when the launcher has ended."""
         assert self._process.stdout is not None
         watchdog = threading.Timer(READY_LIMIT_S, self._process.kill)
         watchdog.start()
         try:
-            line = self._process.stdout.readline()
+            return self._process.stdout.readline()
         finally:
             watchdog.cancel()
-        if not line.startswith("Millrace is ready: "):
-            said = self.log.read_text(errors="replace")[-3000:]
-            self.close()
-            raise RuntimeError(f"the launcher did not get ready:\n{said}")
-        return line
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
