@@ -16,7 +16,7 @@ from services.scheduler.engine.engine import LocalEngine
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from shared.sampling import SamplingParams
 from tests.engine.conftest import TINY, VOCAB, write_checkpoint
-from tests.engine.driver import Driver, Seq
+from tests.engine.driver import Driver, Seq, pack_mask
 
 NAN_TOKEN = 11
 GREEDY = SamplingParams(temperature=0.0)
@@ -176,6 +176,36 @@ def test_a_slot_forgets_its_former_user(driver: Driver) -> None:
     for _ in range(driver.limits.max_running + 1):
         driver.run([PROMPTS[3]], 2, SamplingParams(temperature=0.0, logit_bias={65: 100.0}))
         assert driver.run([PROMPTS[3]], 4, GREEDY)[0].output == expected
+
+
+def test_guided_rows_draw_what_is_allowed(driver: Driver) -> None:
+    expected = driver.run([PROMPTS[3]], 1, GREEDY)[0].output
+    guided, free = driver.add(PROMPTS[1], SEEDED), driver.add(PROMPTS[3], GREEDY)
+    allowed = [{70, 90}, {33}, {120, 64}]
+    masks = [pack_mask(each, driver.limits.vocab_size) for each in allowed]
+    driver.settle(driver.launch([(guided, 15), (free, 17)], masks={guided.slot: masks[0]}))
+    for mask in masks[1:]:
+        driver.settle(driver.launch([(guided, 1), (free, 1)], masks={guided.slot: mask}))
+    assert all(token in each for token, each in zip(guided.output, allowed, strict=True))
+    assert free.output[:1] == expected and not guided.bad
+    nothing = pack_mask(set(), driver.limits.vocab_size)
+    driver.settle(driver.launch([(guided, 1), (free, 1)], masks={guided.slot: nothing}))
+    assert guided.bad and not free.bad
+
+
+def test_prompts_are_scored_whole_or_in_chunks(driver: Driver) -> None:
+    found = []
+    for chunks in ([40], [16, 24]):
+        seq = driver.add(PROMPTS[4], GREEDY)
+        parts = [driver.settle(driver.launch([(seq, count)], num_top=2)).scores[0] for count in chunks]
+        found.append([np.concatenate([getattr(part, name) for part in parts]) for name in ("logprobs", "top_ids")])
+        assert [part.top_logprobs.shape for part in parts][-1] == (len(PROMPTS[4]) - 1 - sum(chunks[:-1]), 2)
+        driver.release(seq)
+    whole, pieces = found
+    assert whole[0].shape == (39,) and whole[1].shape == (39, 2)
+    assert np.isfinite(whole[0]).all() and (whole[0] <= 1e-6).all()
+    assert pieces[0] == pytest.approx(whole[0], abs=1e-4)
+    assert pieces[1].tolist() == whole[1].tolist()
 
 
 def test_closing_twice_is_safe(driver: Driver) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.scheduler.core.batch import FROM_DEVICE, Batch, SlotSetup, StepResult
+from services.scheduler.core.batch import FROM_DEVICE, Batch, ScoreRow, SlotSetup, StepResult, mask_words
 from services.scheduler.core.ports import Engine, Step
 from shared.sampling import SamplingParams
 
@@ -13,6 +13,14 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 
 def ints(values: object) -> np.ndarray:
     return np.asarray(values, dtype=np.int32)
+
+
+def pack_mask(allowed: set[int], vocab_size: int) -> np.ndarray:
+    """One row of a MaskArray."""
+    words = np.zeros(mask_words(vocab_size), dtype=np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << (token % 32))
+    return words.view(np.int32)
 
 
 @dataclass
@@ -34,6 +42,11 @@ class Seq:
     @property
     def ids(self) -> list[int]:
         return self.prompt + self.output
+
+
+def _score(row: int, seq: Seq, count: int, num_top: int) -> ScoreRow:
+    """Score what a chunk of a prompt says of the tokens behind it; seq has been moved on by the chunk already."""
+    return ScoreRow(row, ints(seq.prompt[seq.computed - count + 1 : seq.computed + 1]), num_top)
 
 
 class Driver:
@@ -62,8 +75,16 @@ class Driver:
         self.free_pages.extend(seq.pages[keep_pages:])
         self.free_slots.append(seq.slot)
 
-    def launch(self, rows: list[tuple[Seq, int]]) -> tuple[Step, list[Seq]]:
-        """Launch a step that computes so many tokens of each; decode rows are those whose prompt is done."""
+    def launch(
+        self, rows: list[tuple[Seq, int]], masks: dict[int, np.ndarray] | None = None, num_top: int | None = None
+    ) -> tuple[Step, list[Seq]]:
+        """Launch a step that computes so many tokens of each; decode rows are those whose prompt is done.
+
+        Args:
+            rows: requests and tokens of each.
+            masks: slot -> what its row may draw; given to the engine after the launch.
+            num_top: score every prompt, with so many alternatives.
+        """
         rows = sorted(rows, key=lambda row: row[0].computed < len(row[0].prompt))
         num_decode = sum(seq.computed >= len(seq.prompt) for seq, _ in rows)
         ids: list[int] = []
@@ -97,9 +118,14 @@ class Driver:
             sample=np.array(sample),
             out_index=ints([seq.drawn if draws else 0 for (seq, _), draws in zip(rows, sample, strict=True)]),
             setups=tuple(setups),
+            scores=() if num_top is None else tuple(_score(row, *each, num_top) for row, each in enumerate(rows)),
+            guided=ints([row for row, (seq, _) in enumerate(rows) if masks and seq.slot in masks]),
         )
         self.num_steps += 1
-        return self.engine.launch(batch), [seq for seq, _ in rows]
+        step = self.engine.launch(batch)
+        if masks:
+            self.engine.guide(step, np.stack([masks[int(batch.slots[row])] for row in batch.guided]))
+        return step, [seq for seq, _ in rows]
 
     def settle(self, launched: tuple[Step, list[Seq]]) -> StepResult:
         step, seqs = launched

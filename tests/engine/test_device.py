@@ -46,11 +46,15 @@ def test_devices_by_name() -> None:
         pick_device("tpu")
 
 
-def test_threads_default_to_all_cores() -> None:
+def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:
-        assert set_threads(None) == available_cores() == torch.get_num_threads()
+        assert set_threads(None) == min(before, available_cores()) == torch.get_num_threads()
         assert set_threads(1) == 1 == torch.get_num_threads()
+        torch.set_num_threads(4)
+        monkeypatch.setattr(device, "available_cores", lambda: 3)
+        assert set_threads(None) == 3 == torch.get_num_threads()
+        assert set_threads(5) == 5
     finally:
         torch.set_num_threads(before)
 

@@ -1,6 +1,7 @@
 """The whole engine against transformers, and against itself under other cuts, pages and neighbours."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,12 +9,12 @@ import torch
 
 from services.scheduler.core.batch import SlotSetup
 from services.scheduler.core.ports import EngineFault
-from services.scheduler.engine.engine import LocalEngine
+from services.scheduler.engine.engine import LocalEngine, LocalStep
 from shared.model_files import EMBEDDED_NAME, locate
 from shared.sampling import SamplingParams
 from shared.vocab import load_vocabulary
 from tests.engine.conftest import FAMILIES, VOCAB, Reference
-from tests.engine.driver import GREEDY, Driver, Seq, ints
+from tests.engine.driver import GREEDY, Driver, Seq, ints, pack_mask
 
 Build = Callable[..., LocalEngine]
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (1, 7, 15, 16, 17, 33, 70)]
@@ -191,6 +192,39 @@ def test_a_fault_ends_the_engine(build: Build) -> None:
         driver.prefill([seq])
     with pytest.raises(EngineFault):
         driver.run([PROMPTS[1]], 1)
+
+
+def test_prompt_scores_equal_transformers(build: Build, reference: Callable[[str], Reference]) -> None:
+    driver = Driver(build("qwen3"))
+    seq = driver.add(PROMPTS[6])
+    scores = driver.settle(driver.launch([(seq, 70)], num_top=3)).scores[0]
+    expected = reference("qwen3")(seq.prompt)
+    own = expected[torch.arange(69), seq.prompt[1:]]
+    assert scores.logprobs == pytest.approx(own.numpy(), abs=1e-4)
+    assert scores.top_logprobs == pytest.approx(expected[:69].topk(3, -1).values.numpy(), abs=1e-4)
+    assert_greedy(seq, reference("qwen3"))
+
+
+def test_masks_that_come_late_hold_the_step_back(build: Build) -> None:
+    engine = build("llama")
+    driver = Driver(engine)
+    seq = driver.add(PROMPTS[2])
+    mask = pack_mask({77}, VOCAB)
+    step = LocalStep(replace(driver.launch([(seq, 15)])[0].batch, guided=ints([0])))
+    engine._steps.put(step)
+    assert not step.done.wait(0.2)
+    engine.guide(step, mask[None])
+    assert engine.wait(step).token_ids.tolist() == [77]
+
+
+def test_close_frees_a_step_that_waits_for_masks(build: Build) -> None:
+    engine = build("llama")
+    driver = Driver(engine)
+    step = engine.launch(replace(driver.launch([(driver.add(PROMPTS[2]), 15)])[0].batch, guided=ints([0])))
+    engine.close()
+    with pytest.raises(EngineFault):
+        engine.wait(step)
+    assert not engine._thread.is_alive()
 
 
 def test_close_twice_and_launch_after_it(build: Build) -> None:

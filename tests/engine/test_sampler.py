@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.batch import SlotSetup
-from services.scheduler.engine.sampler import Draws, Sampler, filter_probs, inverse_cdf, uniforms
+from services.scheduler.core.batch import ScoreRow, SlotSetup
+from services.scheduler.engine.sampler import Draws, Guides, Sampler, filter_probs, inverse_cdf, score_tokens, uniforms
 from shared.sampling import SEED_MAX, SEED_MIN, SamplingParams
-from tests.engine.driver import ints
+from tests.engine.driver import ints, pack_mask
 
 VOCAB = 300
 EOS = frozenset({2, 7})
@@ -282,3 +282,32 @@ def test_half_precision_logits_are_accepted() -> None:
     logits = random_logits(2, 6).to(torch.bfloat16)
     params = [SamplingParams(temperature=1.0, seed=9), SamplingParams(temperature=0.0)]
     assert draw(logits, params).tokens.tolist() == draw(logits.float(), params).tokens.tolist()
+
+
+def test_guided_rows_draw_what_their_mask_allows() -> None:
+    logits = random_logits(4, 9)
+    params = [SamplingParams(temperature=t, seed=4, logprobs=2) for t in (0.0, 1.0, 0.0, 1.0)]
+    allowed = [{3, 31, 32, 63, 64, 299}, {250}, set()]
+    sampler = Sampler(4, VOCAB, EOS)
+    for slot, each in enumerate(params):
+        sampler.set_up(SlotSetup(slot, each, ints([]), ints([])))
+    masks = np.stack([pack_mask(each, VOCAB) for each in allowed])
+    guides = Guides(np.array([0, 1, 3]), masks)
+    draws = sampler.draw(logits.clone(), ints([0, 1, 2, 3]), ints([1] * 4), guides)
+    best = max(allowed[0], key=lambda token: float(logits[0, token]))
+    assert draws.tokens[:3].tolist() == [best, 250, int(logits[2].argmax())]
+    assert draws.bad.tolist() == [False, False, False, True]
+    assert draws.logprobs[1].logprob == pytest.approx(0.0, abs=1e-6)
+
+
+def test_scores_are_those_of_the_model() -> None:
+    logits = random_logits(150, 13)
+    targets = ints(np.random.default_rng(1).integers(0, VOCAB, 150))
+    found, bad = score_tokens(lambda hidden: hidden, logits, ScoreRow(0, targets, 4))
+    expected = torch.log_softmax(logits, -1)
+    assert not bad and found.logprobs == pytest.approx(expected[torch.arange(150), targets.tolist()].numpy(), abs=1e-5)
+    assert found.top_ids.tolist() == expected.topk(4, -1).indices.tolist()
+    logits[149, 2] = float("nan")
+    found, bad = score_tokens(lambda hidden: hidden, logits, ScoreRow(0, targets, 0))
+    assert bad and np.isfinite(found.logprobs).all() and found.top_ids.shape == (150, 0)
+    assert score_tokens(lambda hidden: hidden, logits[:0], ScoreRow(0, ints([]), 2))[0].top_ids.shape == (0, 2)

@@ -33,7 +33,7 @@ class ForwardContext:
     Attributes:
         positions: (num_tokens,) int64, place of each token in its request.
         attention: the planned attention.
-        logits_index: (num_drawn,) int64, tokens whose logits are wanted, in the order of the rows that draw.
+        logits_index: (num_wanted,) int64, tokens whose logits are wanted.
     """
 
     positions: Tensor

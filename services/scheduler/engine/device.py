@@ -74,15 +74,27 @@ def describe_processor() -> str:
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
 
 
 def set_threads(count: int | None) -> int:
-    """Fix the threads of one CPU operation for the calling thread and those after it; None takes all cores.
+    """Fix the threads of one CPU operation for the calling thread and those after it.
 
-    Operations never run beside each other: a step is a chain. Returns the count in use.
+    Operations never run beside each other: a step is a chain.
+
+    Args:
+        count: threads; None takes torch's own choice (OMP_NUM_THREADS, or the physical cores), but no more than
+            the cores this process may use: threads that wait for a core hold up all others.
+
+    Returns:
+        The count in use.
     """
-    threads = count or available_cores()
+    threads = count or min(torch.get_num_threads(), available_cores())
     torch.set_num_threads(threads)
     return threads

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from services.scheduler.core.batch import Batch, SlotSetup, StepResult
+from services.scheduler.core.batch import Batch, MaskArray, SlotSetup, StepResult
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
+from services.scheduler.engine.attention.base import IndexArray
 from services.scheduler.engine.attention.select import select_backend
 from services.scheduler.engine.context import ForwardContext
 from services.scheduler.engine.device import pick_device, pick_dtype, set_threads
@@ -25,7 +26,7 @@ from services.scheduler.engine.memory import plan_pages
 from services.scheduler.engine.models.config import ModelConfig, read_config
 from services.scheduler.engine.models.llama import LlamaModel
 from services.scheduler.engine.models.registry import model_class
-from services.scheduler.engine.sampler import Sampler
+from services.scheduler.engine.sampler import Guides, Sampler, score_tokens
 from services.scheduler.engine.weights.loader import load_weights
 from shared.errors import ConfigError
 from shared.sampling import SamplingParams
@@ -59,7 +60,7 @@ class EngineConfig:
         max_running: request slots.
         max_seq_len: tokens of prompt and answer together; None takes the model's.
         max_step_tokens: tokens computed in one step at most; None takes the device's default.
-        threads: threads of one operation on a CPU; None takes all cores this process may use.
+        threads: threads of one operation on a CPU; None takes OMP_NUM_THREADS or the cores this process may use.
     """
 
     device: str = "auto"
@@ -90,8 +91,7 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> "LocalEngine":
         ConfigError: the model, the device or a size cannot be served as asked; the message names it.
     """
     device = pick_device(config.device)
-    if device.type == "cpu":
-        set_threads(config.threads)
+    threads = set_threads(config.threads) if device.type == "cpu" else 1
     model_config = read_config(files.config)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     max_seq_len = _max_seq_len(config, files.max_seq_len)
@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> "LocalEngine":
         max_step_tokens=max(config.max_step_tokens or default_tokens, config.max_running),
         kv_bytes=cache.nbytes,
     )
-    engine = LocalEngine(model, cache, limits, config)
+    engine = LocalEngine(model, cache, limits, config.attention_backend, threads)
     engine.warm_up()
     log.info(
         "engine ready in %.1f s: %s in %s on %s, %d pages of %d tokens (%d MB)",
@@ -165,6 +165,8 @@ class LocalStep:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.done = threading.Event()
+        self.guided = threading.Event()
+        self.masks: MaskArray | None = None
         self.result: StepResult | None = None
         self.fault: BaseException | None = None
 
@@ -175,15 +177,27 @@ class LocalEngine:
     torch gives the interpreter up inside each operation, so the scheduler goes on meanwhile.
     """
 
-    def __init__(self, model: LlamaModel, cache: KVCache, limits: EngineLimits, config: EngineConfig) -> None:
+    def __init__(
+        self, model: LlamaModel, cache: KVCache, limits: EngineLimits, attention_backend: str, threads: int
+    ) -> None:
+        """Take over what was loaded and start the thread.
+
+        Args:
+            model: with its weights.
+            cache: the pool; nobody else writes to it.
+            limits: what callers may ask for.
+            attention_backend: "auto" or a name of `attention.select`.
+            threads: threads of one operation on a CPU.
+        """
         self._model = model
         self._limits = limits
-        self._threads = config.threads
-        self._attention = select_backend(config.attention_backend, cache, model.dtype, model.device)
+        self._threads = threads
+        self._attention = select_backend(attention_backend, cache, model.dtype, model.device)
         self._sampler = Sampler(limits.max_running, limits.vocab_size, limits.eos_token_ids)
         self._last_tokens = torch.zeros(limits.max_running, dtype=torch.int64, device=model.device)
         self._steps: queue.SimpleQueue[LocalStep | None] = queue.SimpleQueue()
         self._fault: BaseException | None = None
+        self._running: LocalStep | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -197,6 +211,12 @@ class LocalEngine:
         step = LocalStep(batch)
         self._steps.put(step)
         return step
+
+    def guide(self, step: Step, masks: MaskArray) -> None:
+        """Say what the guided rows of a launched step may draw; returns at once."""
+        assert isinstance(step, LocalStep) and len(masks) == len(step.batch.guided)
+        step.masks = masks
+        step.guided.set()
 
     def wait(self, step: Step) -> StepResult:
         """Block, without holding the interpreter, until the step has retired.
@@ -215,6 +235,8 @@ class LocalEngine:
         if self._fault is None:
             self._fault = RuntimeError("the engine is closed")
         self._steps.put(None)
+        if (running := self._running) is not None:
+            running.guided.set()  # its masks will not come any more
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -247,9 +269,10 @@ class LocalEngine:
             set_threads(self._threads)
         with torch.inference_mode():
             while (step := self._steps.get()) is not None:
+                self._running = step
                 if self._fault is None:
                     try:
-                        step.result = self._compute(step.batch)
+                        step.result = self._compute(step)
                     except BaseException as e:  # whatever it is, the device's state is not known any more
                         self._fault = e
                 step.fault = self._fault
@@ -260,22 +283,40 @@ class LocalEngine:
                 step.fault = self._fault
                 step.done.set()
 
-    def _compute(self, batch: Batch) -> StepResult:
-        started = time.perf_counter()
+    def _compute(self, step: LocalStep) -> StepResult:
+        batch, started = step.batch, time.perf_counter()
         for setup in batch.setups:
             self._sampler.set_up(setup)
         inputs = prepare(batch, self._last_tokens, self._model.device)
         context = ForwardContext(inputs.positions, self._attention.plan(inputs.attention), inputs.logits_index)
-        logits = self._model.forward(inputs.input_ids, context)
+        hidden = self._model.forward(inputs.input_ids, context)
+        rows = inputs.drawn_rows
         token_ids = np.full(batch.num_rows, -1, dtype=np.int32)
         bad = np.zeros(batch.num_rows, dtype=np.bool_)
-        rows = inputs.drawn_rows
-        if not len(rows):
-            return StepResult(token_ids, bad, {}, 1e3 * (time.perf_counter() - started))
-        draws = self._sampler.draw(logits, batch.slots[rows], batch.out_index[rows])
-        slots = torch.from_numpy(batch.slots[rows].astype(np.int64)).to(self._model.device)
-        self._last_tokens.index_copy_(0, slots, torch.from_numpy(draws.tokens.astype(np.int64)).to(slots.device))
-        token_ids[rows] = draws.tokens
-        bad[rows] = draws.bad
-        logprobs = {int(rows[place]): found for place, found in draws.logprobs.items()}
-        return StepResult(token_ids, bad, logprobs, 1e3 * (time.perf_counter() - started))
+        scores, first = {}, len(rows)
+        for score in batch.scores:
+            last = first + len(score.targets)
+            scores[score.row], bad[score.row] = score_tokens(self._model.logits, hidden[first:last], score)
+            first = last
+        logprobs, waited = {}, 0.0
+        if len(rows):
+            logits = self._model.logits(hidden[: len(rows)])
+            waited = -time.perf_counter()
+            guides = self._guides(step, rows)
+            waited += time.perf_counter()
+            draws = self._sampler.draw(logits, batch.slots[rows], batch.out_index[rows], guides)
+            slots = torch.from_numpy(batch.slots[rows].astype(np.int64)).to(self._model.device)
+            self._last_tokens.index_copy_(0, slots, torch.from_numpy(draws.tokens.astype(np.int64)).to(slots.device))
+            token_ids[rows] = draws.tokens
+            bad[rows] |= draws.bad
+            logprobs = {int(rows[place]): found for place, found in draws.logprobs.items()}
+        return StepResult(token_ids, bad, logprobs, 1e3 * (time.perf_counter() - started - waited), scores)
+
+    def _guides(self, step: LocalStep, rows: IndexArray) -> Guides | None:
+        """Wait for the masks of a step that has guided rows."""
+        if not len(step.batch.guided):
+            return None
+        step.guided.wait()
+        if step.masks is None:
+            raise RuntimeError("the engine was closed while a step waited for its masks")
+        return Guides(np.searchsorted(rows, step.batch.guided), step.masks)

@@ -18,7 +18,8 @@ class StepInputs:
         input_ids: (num_tokens,) int64 on the device.
         positions: (num_tokens,) int64 on the device.
         attention: rows for the attention backend, on the host.
-        logits_index: (num_drawn,) int64 on the device: the last token of each row that draws.
+        logits_index: (num_wanted,) int64 on the device: the last token of each row that draws, then the tokens
+            that are scored, score by score.
         drawn_rows: (num_drawn,) rows that draw, on the host.
     """
 
@@ -43,11 +44,13 @@ def prepare(batch: Batch, last_tokens: Tensor, device: torch.device) -> StepInpu
     token_rows = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
     positions = np.arange(offsets[-1], dtype=np.int64) - (offsets[:-1] - starts)[token_rows]
     drawn_rows = np.flatnonzero(batch.sample)
+    wanted = [offsets[drawn_rows + 1] - 1]
+    wanted += [offsets[score.row] + np.arange(len(score.targets)) for score in batch.scores]
     return StepInputs(
         input_ids=_input_ids(batch.input_ids, batch.slots, token_rows, last_tokens, device),
         positions=torch.from_numpy(positions).to(device),
         attention=AttentionRows(starts, lengths, offsets, batch.page_table.astype(np.int64), token_rows, positions),
-        logits_index=torch.from_numpy(offsets[drawn_rows + 1] - 1).to(device),
+        logits_index=torch.from_numpy(np.concatenate(wanted)).to(device),
         drawn_rows=drawn_rows,
     )
 

@@ -1,4 +1,4 @@
-"""What happens to logits before a token is drawn, in a fixed order: bias, bans, penalties.
+"""What happens to logits before a token is drawn, in a fixed order: bias, bans, penalties, the masks of grammars.
 
 Owns what that needs to know of each slot. Slots without any of it cost nothing.
 """
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.scheduler.core.batch import IntArray, SlotSetup
+from services.scheduler.core.batch import IntArray, MaskArray, SlotSetup
 from shared.sampling import SamplingParams
 
 Ids = npt.NDArray[np.int64]
@@ -68,6 +68,20 @@ class LogitsProcessors:
     def _known(self, ids: "dict[int, float] | set[int]") -> Ids:
         """Ids that the model has, sorted."""
         return np.array(sorted(i for i in ids if 0 <= i < self._vocab_size), dtype=np.int64)
+
+
+def apply_masks(logits: Tensor, rows: npt.NDArray[np.int64], masks: MaskArray) -> None:
+    """Set what a grammar does not allow to minus infinity, in place.
+
+    Args:
+        logits: (num_drawn, vocab_size) float32.
+        rows: (num_guided,) rows that a mask is for.
+        masks: (num_guided, words) bits, the first token in the lowest bit of the first word.
+    """
+    bits = np.unpackbits(np.ascontiguousarray(masks).view(np.uint8), axis=1, bitorder="little")
+    banned = torch.from_numpy(bits[:, : logits.shape[1]] == 0).to(logits.device)
+    for row, mask in zip(rows.tolist(), banned, strict=True):
+        logits[row].masked_fill_(mask, -torch.inf)
 
 
 def _no_ids() -> Ids:

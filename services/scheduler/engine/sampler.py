@@ -5,6 +5,7 @@ by the inverse of the cumulative distribution. So a draw does not depend on the 
 the device, and a request that starts again draws the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,13 +14,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.scheduler.core.batch import BoolArray, IntArray, RowLogprobs, SlotSetup
-from services.scheduler.engine.logits import LogitsProcessors
+from services.scheduler.core.batch import (
+    BoolArray,
+    IntArray,
+    MaskArray,
+    PositionLogprobs,
+    RowLogprobs,
+    ScoreRow,
+    SlotSetup,
+)
+from services.scheduler.engine.logits import LogitsProcessors, apply_masks
 
 MIN_LOGPROB: Final = -9999.0
 """Reported in place of anything less likely; JSON has no infinity."""
 _BLOCK: Final = 128
 """Places that are summed together to find a draw's neighbourhood."""
+_SCORED_AT_ONCE: Final = 64
+"""Scored positions whose logits are in memory together."""
 _CANDIDATES: Final = (128, 2048)
 """How many of the likeliest tokens are looked at, in turn, before all are sorted."""
 
@@ -39,6 +50,19 @@ class Draws:
     tokens: IntArray
     bad: BoolArray
     logprobs: dict[int, RowLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Guides:
+    """What rows with a grammar may draw.
+
+    Attributes:
+        rows: (num_guided,) places among the rows that draw.
+        masks: (num_guided, words) one bit per token.
+    """
+
+    rows: npt.NDArray[np.int64]
+    masks: MaskArray
 
 
 class Sampler:
@@ -71,16 +95,19 @@ class Sampler:
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._processors.set_up(setup)
 
-    def draw(self, logits: Tensor, slots: IntArray, out_index: IntArray) -> Draws:
+    def draw(self, logits: Tensor, slots: IntArray, out_index: IntArray, guides: Guides | None = None) -> Draws:
         """Draw one token per row.
 
         Args:
             logits: (num_drawn, vocab_size); may be changed.
             slots: (num_drawn,) slot of each row.
             out_index: (num_drawn,) 1-based index of the token to draw.
+            guides: what some rows may draw.
         """
         logits = logits.float()
         self._processors.apply(logits, slots, out_index)
+        if guides is not None:
+            apply_masks(logits, guides.rows, guides.masks)
         peaks = logits.amax(-1)
         # A NaN anywhere is the maximum of its row; all of a row at minus infinity cannot be drawn from either.
         bad = ~torch.isfinite(peaks)
@@ -94,16 +121,21 @@ class Sampler:
             tokens[rows] = _rows_of(logits, rows).argmax(-1).cpu().numpy()
         if not greedy.all():
             rows = np.flatnonzero(~greedy)
-            tokens[rows] = self._draw_by_chance(_rows_of(logits, rows), slots[rows], out_index[rows])
+            own = len(rows) < len(slots) or not (self._num_logprobs[slots] >= 0).any()
+            tokens[rows] = self._draw_by_chance(_rows_of(logits, rows), slots[rows], out_index[rows], own=own)
         tokens[bad_host] = 0
         logprobs = self._logprobs(logits, slots, tokens, bad_host)
         self._processors.note(slots, tokens.astype(np.int32))
         return Draws(tokens.astype(np.int32), bad_host, logprobs)
 
-    def _draw_by_chance(self, logits: Tensor, slots: IntArray, out_index: IntArray) -> npt.NDArray[np.int64]:
+    def _draw_by_chance(
+        self, logits: Tensor, slots: IntArray, out_index: IntArray, *, own: bool
+    ) -> npt.NDArray[np.int64]:
+        """Draw by chance; `own` says that nobody else needs these logits any more."""
         device = logits.device
         temperature = torch.from_numpy(self._temperature[slots].astype(np.float32)).to(device)
-        probs = torch.softmax(logits / temperature[:, None], -1)
+        scaled = logits.div_(temperature[:, None]) if own else logits / temperature[:, None]
+        probs = torch.softmax(scaled, -1)
         filtered = np.flatnonzero(self._filtered[slots])
         if len(filtered):
             chosen = slots[filtered]
@@ -133,6 +165,35 @@ class Sampler:
             int(row): RowLogprobs(float(own[i]), ids[i, : wanted[row]], values[i, : wanted[row]])
             for i, row in enumerate(rows)
         }
+
+
+def score_tokens(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, score: ScoreRow
+) -> tuple[PositionLogprobs, bool]:
+    """Give the log probabilities of a prompt's own tokens, straight from the model.
+
+    Args:
+        logits_of: (n, hidden_size) final states -> (n, vocab_size) logits.
+        hidden: (num_scored, hidden_size) final states of the positions before the targets.
+        score: the targets, and how many alternatives are wanted.
+
+    Returns:
+        The log probabilities, and whether any were not numbers.
+    """
+    num, bad = len(score.targets), False
+    logprobs = np.zeros(num, dtype=np.float32)
+    top_ids = np.zeros((num, score.num_top), dtype=np.int32)
+    top_logprobs = np.zeros((num, score.num_top), dtype=np.float32)
+    for first in range(0, num, _SCORED_AT_ONCE):
+        part = slice(first, first + _SCORED_AT_ONCE)
+        scores = torch.log_softmax(logits_of(hidden[part]).float(), -1)
+        bad |= bool(scores.isnan().any())
+        scores.nan_to_num_(nan=MIN_LOGPROB).clamp_(min=MIN_LOGPROB)
+        targets = torch.from_numpy(score.targets[part].astype(np.int64)).to(scores.device)
+        logprobs[part] = scores.gather(1, targets[:, None])[:, 0].cpu().numpy()
+        top, ids = scores.topk(score.num_top, -1)
+        top_ids[part], top_logprobs[part] = ids.cpu().numpy(), top.cpu().numpy()
+    return PositionLogprobs(logprobs, top_ids, top_logprobs), bad
 
 
 def uniforms(seeds: Uint64, indices: IntArray) -> npt.NDArray[np.float64]:

@@ -125,7 +125,7 @@ class LlamaLayer:
 
 
 class LlamaModel:
-    """The whole decoder: token ids to logits.
+    """The whole decoder: token ids to final states, and those to logits.
 
     Attributes:
         config: what it is.
@@ -160,16 +160,20 @@ class LlamaModel:
             context: positions, attention and which logits are wanted.
 
         Returns:
-            (num_drawn, vocab_size) logits in the model's precision.
+            (num_wanted, hidden_size) final states of the tokens that `context.logits_index` names; for `logits`.
         """
         residual = self.embedding(input_ids)
         x = torch.zeros_like(residual)
         angles = self.rotary(context.positions)
         for layer in self.layers:
             x, residual = layer(x, residual, angles, context)
-        # Only rows that draw a token need the end of the model.
+        # Only tokens that are drawn after or scored need the end of the model.
         x, _ = self.norm.add(x.index_select(0, context.logits_index), residual.index_select(0, context.logits_index))
-        return self.head(x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, hidden_size) final states -> (n, vocab_size) logits in the model's precision."""
+        return self.head(hidden)
 
     def targets(self) -> Targets:
         """Every tensor that the checkpoint must hold."""
