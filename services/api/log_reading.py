@@ -66,8 +66,26 @@ def read(entries: Sequence[LogEntry], said: Sequence[int]) -> Reading:
     return _continue(entries, len(said), attempt, entry)
 
 
-def _continue(entries: Sequence[LogEntry], told: int, attempt: int, tokenize_id: bytes) -> Reading:
-    reading = Reading("continue", NO_LOG, [], attempt, tokenize_id)
+def follow(entries: Sequence[LogEntry], last: LogId) -> Reading | None:
+    """Continue from the last entry that was said, if the log still has it; None when only all of the log can tell.
+
+    An attempt has one engine's tokens and no attempt comes back, so a log that holds an entry which was said holds
+    all that was said before it.
+
+    Args:
+        entries: of the log, from `last` on.
+        last: id of the last entry that was said.
+    """
+    if not entries or entries[0].log_id != last:
+        return None
+    attempt = max(split_log_id(e.log_id)[0] for e in entries if not is_end(e.log_id))
+    return _continue(entries[1:], 0, attempt, b"", last)
+
+
+def _continue(
+    entries: Sequence[LogEntry], told: int, attempt: int, tokenize_id: bytes, last: LogId = NO_LOG
+) -> Reading:
+    reading = Reading("continue", last, [], attempt, tokenize_id)
     count = 0
     for e in entries:
         before, count = count, count + len(_tokens(e))

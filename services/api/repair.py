@@ -30,6 +30,8 @@ MAX_UNHELD: Final = 3
 MAX_REOPENS: Final = 20
 SWEEP_S: Final = 0.5
 _SWEEP_BATCH: Final = 256
+_READ_COUNT: Final = 256
+"""Entries read at once of a log that goes on: bounds how long the event loop is busy with one."""
 
 LOST_DATA: Final = ErrorBody(500, "the message broker lost part of this answer", "server_error", "broker_lost_data")
 GIVEN_UP: Final = ErrorBody(500, "the request was lost repeatedly and is given up", "server_error", "request_lost")
@@ -143,10 +145,12 @@ class Repair:
 
     async def _read_once(self, choice: Choice) -> None:
         self._metrics.log_reads.inc()
-        entries = await self._broker.run(read_log(self._broker.keys, choice.uid))
+        reading = await self._follow(choice) if choice.said else None
+        if reading is None:
+            entries = await self._broker.run(read_log(self._broker.keys, choice.uid))
+            reading = log_reading.read(entries, choice.token_ids)
         if choice.ended is not None:
             return
-        reading = log_reading.read(entries, choice.token_ids)
         choice.attempt = max(choice.attempt, reading.attempt)
         if reading.entry:
             choice.entry = reading.entry
@@ -157,6 +161,13 @@ class Repair:
             await self._reopen(choice, reading.last, "data")
         else:
             self._continue(choice, reading)
+
+    async def _follow(self, choice: Choice) -> log_reading.Reading | None:
+        """Read what follows on what was said: under load gaps are many, and logs long."""
+        last = LogId(choice.last_id)
+        entries = await self._broker.run(read_log(self._broker.keys, choice.uid, since=last, count=_READ_COUNT))
+        choice.again = choice.again or len(entries) == _READ_COUNT
+        return log_reading.follow(entries, last)
 
     def _continue(self, choice: Choice, reading: log_reading.Reading) -> None:
         """Say what is new, as far as a slow client's buffer goes."""

@@ -220,13 +220,13 @@ class Glance(NamedTuple):
     held: bool
 
 
-def read_log(keys: Keys, uid: str, *, after: LogId = NO_LOG, count: int | None = None) -> Call[list[LogEntry]]:
-    """Read a log from its beginning, or what follows an id. Empty: it is gone (or has nothing new).
+def read_log(keys: Keys, uid: str, *, since: LogId = NO_LOG, count: int | None = None) -> Call[list[LogEntry]]:
+    """Read a log from its beginning, or from an entry on, itself included. Empty: it is gone, or ends before that.
 
     Raises (when the answer is parsed):
         WireError: an entry is none of ours.
     """
-    command: list[Argument] = ["XRANGE", keys.reply(uid), b"(" + after if after else "-", "+"]
+    command: list[Argument] = ["XRANGE", keys.reply(uid), since or "-", "+"]
     if count is not None:
         command += ["COUNT", count]
     return Call(command, _parse_log)

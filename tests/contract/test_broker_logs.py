@@ -276,13 +276,15 @@ def test_all_choices_are_opened_or_none(driver: Driver) -> None:
     assert driver.open(new_uid(), cap=None).outcome == "OK", "a repair is never refused for the length of the queue"
 
 
-def test_reading_what_follows_an_id(driver: Driver) -> None:
+def test_reading_from_an_entry_on(driver: Driver) -> None:
     entry = driver.queued()
     driver.fence(entry)
     first = driver.say(entry, [1])
     driver.say(entry, [2])
-    (rest,) = driver.run(replies.read_log(driver.keys, entry.uid, after=first))
+    since, rest = driver.run(replies.read_log(driver.keys, entry.uid, since=first))
+    assert since.log_id == first
     assert isinstance(rest, TokensEntry) and rest.delta.token_ids == [2]
+    assert driver.run(replies.read_log(driver.keys, entry.uid, since=make_end_id(0))) == []
     assert len(driver.run(replies.read_log(driver.keys, entry.uid, count=2))) == 2
 
 
