@@ -11,6 +11,7 @@ MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 64
 MAX_N: Final = 128
+MAX_GRAMMAR_BYTES: Final = 128 * 1024
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
@@ -36,11 +37,13 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
             Lark's or llama.cpp's notation, or a JSON list of the texts to choose from.
         text: the schema, expression, grammar or list.
         lenient: a schema's keywords that cannot be enforced are left aside instead of refused.
+        field: the client's field that it came in, for a refusal.
     """
 
     kind: GrammarKind
     text: str
     lenient: bool = False
+    field: str = "response_format"
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

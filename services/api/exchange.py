@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 from services.api.job import Job
-from shared.messages import Delta, ErrorBody
+from shared.messages import Delta, ErrorBody, LogprobEntry
 
 TOKEN_COST_BYTES: Final = 64
 ALTERNATIVE_COST_BYTES: Final = 48
@@ -25,6 +25,7 @@ class Choice:
         attempt: of the last `open` or reading; with that of `last_id`, what a log opened again must stand above.
         token_ids, texts: all that was said; a log that lost data is opened again with them.
         ended: the terminal.
+        prompt: the tokens of the prompt, from the first delta of a reply that asked for them.
         entry: of the tokenize stream, as the last `open` gave it.
         opened: the broker has answered the first `open`.
         reopens, unheld: times it was opened again, and how many of those because nobody held it.
@@ -36,7 +37,8 @@ class Choice:
 
     __slots__ = (
         "again", "attempt", "behind", "cached_tokens", "ended", "entry", "exchange", "held_at", "index", "last_id",
-        "opened", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids", "touched", "uid", "unheld",
+        "opened", "prompt", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids", "touched",
+        "uid", "unheld",
     )  # fmt: skip
 
     def __init__(self, exchange: "Exchange", uid: str, index: int) -> None:
@@ -50,6 +52,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         self.ended: Delta | None = None
+        self.prompt: list[LogprobEntry] = []
         self.entry = b""
         self.opened = False
         self.touched = now
@@ -77,6 +80,8 @@ class Choice:
         if delta.prompt_tokens and not self.prompt_tokens:
             self.prompt_tokens = delta.prompt_tokens
             self.cached_tokens = delta.cached_tokens
+        if delta.prompt:
+            self.prompt = delta.prompt
         if delta.token_ids:
             self.token_ids.extend(delta.token_ids)
             self.said += len(delta.token_ids)
@@ -214,7 +219,7 @@ class Exchange:
 def weight(delta: Delta) -> int:
     """Estimate what a delta weighs in memory, in bytes."""
     cost = len(delta.text) + TOKEN_COST_BYTES * len(delta.token_ids)
-    for entry in delta.logprobs:
+    for entry in (*delta.logprobs, *delta.prompt):
         cost += TOKEN_COST_BYTES + ALTERNATIVE_COST_BYTES * len(entry.top)
     return cost
 

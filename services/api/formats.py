@@ -11,7 +11,7 @@ import msgspec
 
 from services.api.error_body import encode_error
 from services.api.exchange import Choice, Exchange, count_usage
-from services.api.logprobs import CompletionLogprobs, chat_entries, encode_chat
+from services.api.logprobs import CompletionLogprobs, chat_entries, decode_prompt, encode_chat
 from shared.messages import Delta, ErrorBody, LogprobEntry
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -166,30 +166,42 @@ class CompletionFormat(OpenAiFormat):
     def __init__(self, exchange: Exchange, fingerprint: str) -> None:
         super().__init__(exchange, fingerprint)
         self._logprobs = [CompletionLogprobs() for _ in exchange.choices] if self._job.logprobs is not None else []
+        self._unechoed = set() if self._job.echo is None else {choice.index for choice in exchange.choices}
 
     def begin(self) -> bytes:
-        """Give the prompts, if they are to be echoed."""
-        if self._job.echo is None:
+        """Give the prompts that are to be echoed, as far as they are known before the engine says them."""
+        if self._logprobs:
             return b""
-        plain = b',"logprobs":null,"finish_reason":null'
-        texts = [self._job.echo[i // self._job.n] for i in range(self._job.num_choices)]
-        return b"".join(
-            head + b'"text":' + _json(text) + plain + self._closing()
-            for head, text in zip(self._heads, texts, strict=True)
-        )
+        known = [choice for choice in self._exchange.choices if self._echo_text(choice) is not None]
+        return b"".join(self._echo(choice) for choice in known if choice.index in self._unechoed)
+
+    def _echo_text(self, choice: Choice) -> str | None:
+        """Give a choice's prompt, if it is echoed and known."""
+        text = self._job.echo[choice.index // self._job.n] if self._job.echo is not None else ""
+        return decode_prompt(choice.prompt) if text is None and choice.prompt else text
+
+    def _echo(self, choice: Choice) -> bytes:
+        """Give the chunk of a choice's prompt; once."""
+        self._unechoed.discard(choice.index)
+        text = self._echo_text(choice) or ""
+        lists = b"null"
+        if self._logprobs:
+            lists = _json(self._logprobs[choice.index].take_prompt(choice.prompt, text))
+        head = self._heads[choice.index]
+        return head + b'"text":%s,"logprobs":%s,"finish_reason":null%s' % (_json(text), lists, self._closing())
 
     def delta(self, choice: Choice, text: str, logprobs: list[LogprobEntry], ended: Delta | None) -> bytes:
         """Give a text chunk and, at the end, a finish chunk with an empty text."""
         head = self._heads[choice.index]
-        out = b""
+        out = self._echo(choice) if choice.index in self._unechoed else b""
         if logprobs:
             lists = _json(self._logprobs[choice.index].take(logprobs))
-            out = head + b'"text":%s,"logprobs":%s,"finish_reason":null%s' % (_json(text), lists, self._closing())
+            out += head + b'"text":%s,"logprobs":%s,"finish_reason":null%s' % (_json(text), lists, self._closing())
         elif text:
             tail = self._plain_tail
             if self._job.continuous_usage:
                 tail = b',"logprobs":null,"finish_reason":null' + self._closing()
-            out = head + b'"text":' + _json(text) + tail
+            out += head + b'"text":' + _json(text) + tail
         if ended is not None:
             out += head + b'"text":"","logprobs":null,"finish_reason":%s%s' % (_json(ended.finish), self._closing())
         return out
@@ -198,8 +210,13 @@ class CompletionFormat(OpenAiFormat):
         """Give the `text_completion` object."""
         choices = []
         for choice in self._exchange.choices:
-            lists = self._logprobs[choice.index].take(logprobs[choice.index]) if self._logprobs else None
-            echo = self._job.echo[choice.index // self._job.n] if self._job.echo is not None else ""
+            echo = self._echo_text(choice) or ""
+            lists = None
+            if self._logprobs:
+                form = self._logprobs[choice.index]
+                before = form.take_prompt(choice.prompt, echo) if self._unechoed else {}
+                after = form.take(logprobs[choice.index])
+                lists = {key: before.get(key, []) + values for key, values in after.items()}
             assert choice.ended is not None, "only complete answers are written"
             choices.append(
                 {

@@ -20,10 +20,10 @@ from services.api.schema import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    ResponseFormat,
     Sampling,
     check_tree,
 )
+from services.api.structured import grammar_of
 from shared.errors import InvalidRequest
 from shared.messages import Prompt
 from shared.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -47,7 +47,8 @@ def chat_job(body: ChatRequest, max_depth: int) -> Job:
     Raises:
         InvalidRequest: naming the field.
     """
-    _check_unsupported_chat(body)
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise _unsupported("modalities", "only text is supported by this server")
     if not body.messages:
         raise _bad("messages", "must hold at least one message")
     messages = [_message(m, i, max_depth) for i, m in enumerate(body.messages)]
@@ -67,14 +68,14 @@ def chat_job(body: ChatRequest, max_depth: int) -> Job:
     if max_tokens == 0:
         raise _bad("max_tokens", "must be at least 1")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    job = _job("chat", body.model, [Prompt(messages=messages)], body, max_tokens, logprobs)
+    job = _job("chat", body.model, [Prompt(messages=messages)], body, max_tokens, logprobs, max_depth)
     job.tools = _tools(body, max_depth)
     job.template_kwargs = kwargs
     job.add_generation_prompt, job.continue_final_message = generation_prompt, continues
     return job
 
 
-def completion_job(body: CompletionRequest) -> Job:
+def completion_job(body: CompletionRequest, max_depth: int) -> Job:
     """Check a completions request.
 
     Raises:
@@ -84,20 +85,20 @@ def completion_job(body: CompletionRequest) -> Job:
         raise _unsupported("suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported("best_of", "only best_of equal to n is supported")
-    _check_format(body.response_format)
     prompts = _prompts(body.prompt)
     max_tokens = _limit(body, COMPLETION_MAX_TOKENS)
-    job = _job("completion", body.model, prompts, body, max_tokens, body.logprobs)
+    job = _job("completion", body.model, prompts, body, max_tokens, body.logprobs, max_depth)
     if body.echo:
-        if body.logprobs is not None:
-            raise _unsupported("echo", "together with logprobs it is not supported by this server")
-        if any(p.text is None for p in prompts):
-            raise _unsupported("echo", "of token ids is not supported by this server; send text")
-        job.echo = [p.text or "" for p in prompts]
+        job.echo = [p.text for p in prompts]
+        job.params = msgspec.structs.replace(
+            job.params,
+            prompt_logprobs=body.logprobs,
+            returns_prompt=any(p.text is None for p in prompts),
+        )
     return job
 
 
-def generate_job(body: GenerateRequest, default_model: str) -> Job:
+def generate_job(body: GenerateRequest, default_model: str, max_depth: int) -> Job:
     """Check a request of the plain interface; it streams unless told otherwise.
 
     Raises:
@@ -113,18 +114,24 @@ def generate_job(body: GenerateRequest, default_model: str) -> Job:
     if body.stream is None:
         body.stream = True
     max_tokens = _limit(body, GENERATE_MAX_TOKENS)
-    return _job("generate", body.model or default_model, prompts, body, max_tokens, None)
+    return _job("generate", body.model or default_model, prompts, body, max_tokens, None, max_depth)
 
 
 def _job(
-    kind: Any, model: str, prompts: list[Prompt], body: Sampling, max_tokens: int | None, logprobs: int | None
+    kind: Any,
+    model: str,
+    prompts: list[Prompt],
+    body: Sampling,
+    max_tokens: int | None,
+    logprobs: int | None,
+    max_depth: int,
 ) -> Job:
     if not model:
         raise _bad("model", "must not be empty")
     if body.stream_options is not None and not body.stream:
         raise _bad("stream_options", "is only allowed when stream is true")
     options = body.stream_options
-    params = _params(body, max_tokens, logprobs)
+    params = msgspec.structs.replace(_params(body, max_tokens, logprobs), grammar=grammar_of(body, max_depth))
     return Job(
         kind=kind,
         model=model,
@@ -297,14 +304,3 @@ def _tools(body: ChatRequest, max_depth: int) -> list[dict[str, Any]] | None:
         check_tree(tool, f"tools[{i}]", max_depth)
         tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
     return plain if plain and choice == "auto" else None
-
-
-def _check_format(given: ResponseFormat | None) -> None:
-    if given is not None and given.type != "text":
-        raise _unsupported("response_format", "only the type text is supported by this server")
-
-
-def _check_unsupported_chat(body: ChatRequest) -> None:
-    _check_format(body.response_format)
-    if body.modalities is not None and body.modalities != ["text"]:
-        raise _unsupported("modalities", "only text is supported by this server")

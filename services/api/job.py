@@ -38,7 +38,8 @@ class Job:
     Attributes:
         prompts: one per list entry; choice `i` belongs to prompt `i // n`.
         seed: of the request, given or drawn.
-        echo: text in front of each prompt's answer, or None.
+        echo: per prompt the text in front of its answer, None in it where the prompt came as ids and the engine
+            returns them; None where nothing is echoed.
         timeout_s: deadline from the client, or None.
         cost_bytes: what the request weighs while it is unfinished (its body).
     """
@@ -55,7 +56,7 @@ class Job:
     stop: list[str] = field(default_factory=list)
     include_stop: bool = False
     skip_special: bool = True
-    echo: list[str] | None = None
+    echo: list[str | None] | None = None
     logprobs: int | None = None
     timeout_s: float | None = None
     priority: int = 0

@@ -44,12 +44,31 @@ def _name(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
+def decode_prompt(prompt: list[LogprobEntry]) -> str:
+    """Give the text of a prompt that came as ids."""
+    return b"".join(entry.token for entry in prompt).decode(errors="replace")
+
+
 class CompletionLogprobs:
-    """The completions form of one choice: parallel lists, with each token's offset in the answer's text."""
+    """The completions form of one choice: parallel lists, with each token's offset in its text, echo included."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
+
+    def take_prompt(self, prompt: list[LogprobEntry], text: str) -> dict[str, list[Any]]:
+        """Give the lists of an echoed prompt, in front of all others; its first token has no log probability.
+
+        Tokens that the prompt was given in addition (a begin of text) stand in front of it and have no width.
+        """
+        lists = self.take(prompt)
+        if prompt:
+            lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
+        added = max(0, self._offset - len(text))
+        lists["text_offset"] = [max(0, offset - added) for offset in lists["text_offset"]]
+        self._decoder.reset()
+        self._offset = len(text)
+        return lists
 
     def take(self, entries: list[LogprobEntry]) -> dict[str, list[Any]]:
         """Give the lists for the next tokens of the choice, in order."""

@@ -41,11 +41,30 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponseFormat(Strict):
-    """Only plain text is served."""
+class JsonSchemaFormat(Strict):
+    """A schema with its name, as OpenAI nests it. Not strict, keywords that cannot be enforced are left aside."""
 
-    type: str
-    json_schema: Any = None
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the answer must be: any text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Strict):
+    """What the answer must be, as vLLM's clients say it; exactly one field is set."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
 
 
 class FunctionSpec(Strict):
@@ -113,7 +132,10 @@ class _Ignored(Strict):
 
 
 class Sampling(_Ignored):
-    """What all three routes share: how to draw, when to stop, how to answer."""
+    """What all three routes share: how to draw, when to stop, how to answer.
+
+    The last three are SGLang's names for what `structured_outputs` calls regex, grammar and json.
+    """
 
     max_tokens: CountOrZero | None = None
     max_completion_tokens: Count | None = None
@@ -138,6 +160,11 @@ class Sampling(_Ignored):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -147,7 +174,6 @@ class ChatRequest(Sampling, kw_only=True):
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -171,7 +197,6 @@ class CompletionRequest(Sampling, kw_only=True):
     suffix: str | None = None
     best_of: Choices | None = None
     top_logprobs: None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: None = None
     tools: None = None
     tool_choice: None = None

@@ -46,8 +46,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"min_tokens": 5}, "min_tokens"),
     ({"x_unknown": 1}, "x_unknown"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "json_object"}, "response_format"),
     ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "bogus"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"regex": ""}, "regex"),
+    ({"regex": "\ud800"}, "regex"),
+    ({"ebnf": "x" * 200_000}, "ebnf"),
+    ({"json_schema": "{"}, "json_schema"),
+    ({"json_schema": "[]"}, "json_schema"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": "nope"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -111,7 +130,7 @@ def test_null_means_not_given() -> None:
     assert job.params.temperature == 1.0
     fields = set(CompletionRequest.__struct_fields__) - {"model", "prompt"}
     body = {**dict.fromkeys(fields), "model": MODEL, "prompt": "x"}
-    assert completion_job(parse(CompletionRequest, json.dumps(body).encode())).params.max_tokens == 16
+    assert completion_job(parse(CompletionRequest, json.dumps(body).encode()), 64).params.max_tokens == 16
 
 
 def test_extras_of_common_clients_are_accepted() -> None:
@@ -144,7 +163,7 @@ def test_contents_become_text() -> None:
 )
 def test_prompts_that_are_none(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        completion_job(parse(CompletionRequest, json.dumps({"model": "m", "prompt": prompt}).encode()))
+        completion_job(parse(CompletionRequest, json.dumps({"model": "m", "prompt": prompt}).encode()), 64)
     assert refused.value.param == "prompt"
 
 
@@ -152,13 +171,11 @@ def test_fields_of_completions_that_are_not_served() -> None:
     for change, param in (
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"logprobs": 6}, "logprobs"),
-        ({"prompt": [1], "echo": True}, "echo"),
     ):
         body = {"model": "m", "prompt": "x", **change}
         with pytest.raises(InvalidRequest) as refused:
-            completion_job(parse(CompletionRequest, json.dumps(body).encode()))
+            completion_job(parse(CompletionRequest, json.dumps(body).encode()), 64)
         assert refused.value.param == param
 
 

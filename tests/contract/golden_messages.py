@@ -33,7 +33,7 @@ FIELDS = GOLDEN / "fields.json"
 
 UID, OTHER_UID = "0193d1f0a1b2" + "0" * 20, "0193d1f0a1b3" + "f" * 20
 
-GRAMMAR = Grammar(kind="json_schema", text='{"type":"object"}', lenient=True)
+GRAMMAR = Grammar(kind="json_schema", text='{"type":"object"}', lenient=True, field="regex")
 PARAMS = SamplingParams(
     max_tokens=12,
     temperature=0.5,

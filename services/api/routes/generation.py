@@ -47,10 +47,13 @@ async def chat(request: Request) -> Response:
 @router.post("/v1/completions", openapi_extra=_described(CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue a text."""
-    return await _respond(request, lambda d, s: completion_job(parse(CompletionRequest, d)))
+    return await _respond(request, lambda d, s: completion_job(parse(CompletionRequest, d), s.settings.max_json_depth))
 
 
 @router.post("/generate", openapi_extra=_described(GenerateRequest))
 async def generate(request: Request) -> Response:
     """Continue a text, streamed as plain lines."""
-    return await _respond(request, lambda d, s: generate_job(parse(GenerateRequest, d), s.settings.served_model_name))
+    return await _respond(
+        request,
+        lambda d, s: generate_job(parse(GenerateRequest, d), s.settings.served_model_name, s.settings.max_json_depth),
+    )

@@ -20,7 +20,7 @@ from services.scheduler.grammar.matcher import GrammarMatcher
 from services.scheduler.grammar.tokens import make_tokenizer
 from services.scheduler.grammar.translate import refusal, translate
 from shared.errors import RequestError, ServerFault
-from shared.sampling import Grammar
+from shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from shared.vocab import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 MAX_COMPILE_S: Final = 5.0
 """A grammar that takes longer is refused; the bounds below end the work itself."""
 MAX_CACHED: Final = 256
-MAX_TEXT_BYTES: Final = 256 * 1024
 _LIMITS: Final = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,
@@ -67,7 +66,7 @@ class GrammarCompiler:
         self._source = source
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
         self._tokenizer: Future[LLTokenizer] = self._pool.submit(self._load)
 
     def begin(self, grammar: Grammar, said_ids: Sequence[int], *, ignore_eos: bool) -> Compilation:
@@ -99,18 +98,19 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be compiled.
         """
+        key = (grammar.kind, grammar.text, grammar.lenient)
         with self._lock:
-            found = self._compiled.get(grammar)
+            found = self._compiled.get(key)
             if found is not None:
-                self._compiled.move_to_end(grammar)
+                self._compiled.move_to_end(key)
                 return found.deep_copy()
-        if len(grammar.text.encode()) > MAX_TEXT_BYTES:
-            raise refusal(grammar, f"it is larger than {MAX_TEXT_BYTES} bytes")
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise refusal(grammar, f"it is larger than {MAX_GRAMMAR_BYTES} bytes")
         made = LLMatcher(tokenizer, translate(grammar), log_level=0, limits=_LIMITS)
         if made.is_error():
             raise refusal(grammar, made.get_error())
         with self._lock:
-            self._compiled[grammar] = made
+            self._compiled[key] = made
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
             return made.deep_copy()

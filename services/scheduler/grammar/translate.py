@@ -44,19 +44,12 @@ def translate(grammar: Grammar) -> str:
         raise refusal(grammar, f"it cannot be read ({type(e).__name__})") from e
 
 
-FIELDS: Final = {
-    "json_schema": "response_format",
-    "regex": "structured_outputs.regex",
-    "ebnf": "structured_outputs.grammar",
-    "choice": "structured_outputs.choice",
-}
-"""Kind -> the field that a refusal names."""
 _MAX_REASON: Final = 300
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """Make the 400 of a grammar that cannot be compiled."""
-    field = FIELDS[grammar.kind]
+    field = grammar.field
     first = " ".join(reason.split())[:_MAX_REASON]
     what = "schema" if grammar.kind == "json_schema" else "grammar"
     return InvalidRequest(f"{field}: the {what} cannot be used: {first}", param=field, code="invalid_grammar")

@@ -1,0 +1,105 @@
+"""What an answer must look like, in the words of several kinds of clients: OpenAI, vLLM, SGLang.
+
+Here it becomes one grammar, or a refusal that names the field. Whether the grammar itself makes sense is for the
+engine to say: it compiles it, and refuses it before the answer begins.
+"""
+
+from typing import Any
+
+import msgspec
+
+from services.api.schema import Sampling, check_tree
+from shared.errors import InvalidRequest
+from shared.sampling import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+
+_ANY_OBJECT = '{"type":"object"}'
+
+
+def grammar_of(body: Sampling, max_depth: int) -> Grammar | None:
+    """Give the grammar of a request, or None when any text will do.
+
+    Raises:
+        InvalidRequest: naming the field: incomplete, too large, or a second one.
+    """
+    found = [*_of_format(body, max_depth), *_of_structured(body, max_depth), *_of_plain(body)]
+    if len(found) > 1:
+        raise _bad(found[1].field, f"cannot be set together with {found[0].field}")
+    return found[0] if found else None
+
+
+def _bad(param: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {reason}", param=param, code="invalid_value")
+
+
+def _make(kind: GrammarKind, text: str, field: str, *, lenient: bool = False) -> Grammar:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as e:
+        raise _bad(field, "holds half a character (a lone surrogate)") from e
+    if size > MAX_GRAMMAR_BYTES:
+        raise _bad(field, f"must not be larger than {MAX_GRAMMAR_BYTES} bytes")
+    if not text:
+        raise _bad(field, "must not be empty")
+    return Grammar(kind, text, lenient, field)
+
+
+def _schema(schema: Any, field: str, max_depth: int, *, lenient: bool) -> Grammar:
+    if not isinstance(schema, dict):
+        raise _bad(field, "must be a JSON schema: an object")
+    check_tree(schema, field, max_depth)
+    return _make("json_schema", msgspec.json.encode(schema).decode(), field, lenient=lenient)
+
+
+def _parsed(text: str, field: str, max_depth: int) -> Grammar:
+    """Take a schema that was sent as text."""
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise _bad(field, "must be a JSON schema, as JSON") from e
+    return _schema(schema, field, max_depth, lenient=True)
+
+
+def _of_format(body: Sampling, max_depth: int) -> list[Grammar]:
+    given = body.response_format
+    if given is None or given.type == "text":
+        return []
+    if given.type == "json_object":
+        return [Grammar("json_schema", _ANY_OBJECT)]
+    if given.json_schema is None:
+        raise _bad("response_format.json_schema", "is needed for this type")
+    form = given.json_schema
+    return [_schema(form.schema, "response_format.json_schema.schema", max_depth, lenient=not form.strict)]
+
+
+def _of_structured(body: Sampling, max_depth: int) -> list[Grammar]:
+    given = body.structured_outputs
+    if given is None:
+        return []
+    name = "structured_outputs"
+    found: list[Grammar] = []
+    if isinstance(given.json, str):
+        found.append(_parsed(given.json, f"{name}.json", max_depth))
+    elif given.json is not None:
+        found.append(_schema(given.json, f"{name}.json", max_depth, lenient=True))
+    if given.json_object:
+        found.append(Grammar("json_schema", _ANY_OBJECT, field=f"{name}.json_object"))
+    if given.regex is not None:
+        found.append(_make("regex", given.regex, f"{name}.regex"))
+    if given.choice is not None:
+        found.append(_make("choice", msgspec.json.encode(given.choice).decode(), f"{name}.choice"))
+    if given.grammar is not None:
+        found.append(_make("ebnf", given.grammar, f"{name}.grammar"))
+    if not found:
+        raise _bad(name, "must say what the answer is to be: json, json_object, regex, choice or grammar")
+    return found
+
+
+def _of_plain(body: Sampling) -> list[Grammar]:
+    found: list[Grammar] = []
+    if body.regex is not None:
+        found.append(_make("regex", body.regex, "regex"))
+    if body.ebnf is not None:
+        found.append(_make("ebnf", body.ebnf, "ebnf"))
+    if body.json_schema is not None:
+        found.append(_parsed(body.json_schema, "json_schema", 64))
+    return found
