@@ -26,6 +26,37 @@ class PlannedAttention(Protocol):
         ...
 
 
+class FusedAttention(Protocol):
+    """The same in one call from the merged projections on, for devices with a kernel for what lies between."""
+
+    def run_fused(
+        self,
+        layer_id: int,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        angles: Tensor,
+        *,
+        num_qo_heads: int,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Normalise and rotate the heads, store keys and values, attend.
+
+        Args:
+            layer_id: the layer, from 0.
+            qkv: (num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim), may be changed.
+            norms: weights (head_dim,) of the query and the key norm and their eps, or None.
+            angles: (positions, head_dim) float32, cosines and then sines.
+            num_qo_heads: query heads in `qkv`.
+            scale: factor on the scores.
+            window: tokens a position sees, itself included; None for all.
+
+        Returns:
+            (num_tokens, num_qo_heads * head_dim).
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """One forward pass.
@@ -33,9 +64,11 @@ class ForwardContext:
     Attributes:
         positions: (num_tokens,) int64, place of each token in its request.
         attention: the planned attention.
-        logits_index: (num_wanted,) int64, tokens whose logits are wanted.
+        logits_index: (num_wanted,) int64, tokens whose logits are wanted; None for all.
+        fused: the same attention where it can also do what comes before; layers prefer it.
     """
 
     positions: Tensor
     attention: PlannedAttention
-    logits_index: Tensor
+    logits_index: Tensor | None
+    fused: FusedAttention | None = None

@@ -13,6 +13,10 @@ Activation = Callable[[Tensor], Tensor]
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of (num_tokens, 2 * size) with the gate first."""
+    if gate_up.is_cuda:
+        from services.scheduler.engine.kernels.elementwise import silu_mul  # Triton only where it is used
+
+        return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 

@@ -43,6 +43,16 @@ class Attention:
 
     def __call__(self, qkv: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """(num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim) -> (num_tokens, num_qo_heads * head_dim)."""
+        if context.fused is not None:
+            return context.fused.run_fused(
+                self._layer_id,
+                qkv,
+                self._norms(),
+                angles.table,
+                num_qo_heads=self._num_qo_heads,
+                scale=self._scale,
+                window=self._window,
+            )
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         num_rotated = self._num_qo_heads + self._num_kv_heads
         if self._q_norm is None or self._k_norm is None:
@@ -54,3 +64,8 @@ class Attention:
         return context.attention.run(
             self._layer_id, q, k, heads[:, num_rotated:], scale=self._scale, window=self._window
         )
+
+    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+        if self._q_norm is None or self._k_norm is None:
+            return None
+        return self._q_norm.weight.tensor, self._k_norm.weight.tensor, self._q_norm.eps

@@ -6,6 +6,7 @@ keys can be shared. All angles are float32.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,16 +45,41 @@ class RopeConfig:
     truncate: bool = True
 
 
-@dataclass(frozen=True, slots=True)
 class Angles:
-    """Of a step's tokens, (num_tokens, 1, rotary_dim) float32; the first half of the sines is negated."""
+    """Of a step's tokens; looked up when a layer first asks for them.
 
-    cos: Tensor
-    sin: Tensor
+    Attributes:
+        table: (max_seq_len, rotary_dim) float32, of all positions: cosines, then sines. For kernels that look up
+            for themselves.
+    """
+
+    def __init__(self, rotary: "Rotary", positions: Tensor) -> None:
+        self._rotary = rotary
+        self._positions = positions
+
+    @property
+    def table(self) -> Tensor:
+        """See the class."""
+        return self._rotary.table
+
+    @cached_property
+    def cos(self) -> Tensor:
+        """(num_tokens, 1, rotary_dim) float32."""
+        return self._rotary.cos[self._positions]
+
+    @cached_property
+    def sin(self) -> Tensor:
+        """(num_tokens, 1, rotary_dim) float32; the first half is negated."""
+        return self._rotary.sin[self._positions]
 
 
 class Rotary:
-    """A table of angles up to the longest context, shared by all layers."""
+    """A table of angles up to the longest context, shared by all layers.
+
+    Attributes:
+        cos: (max_seq_len, 1, rotary_dim) float32.
+        sin: likewise, the first half negated.
+    """
 
     def __init__(self, config: RopeConfig, max_seq_len: int, device: torch.device) -> None:
         self._config = config
@@ -63,7 +89,13 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> Angles:
         """Look up the angles of (num_tokens,) int64 positions."""
-        return Angles(self._cos[positions], self._sin[positions])
+        return Angles(self, positions)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(max_seq_len, rotary_dim) float32: cosines, then sines, each once."""
+        half = self._config.rotary_dim // 2
+        return torch.cat((self.cos[:, 0, :half], self.sin[:, 0, half:]), -1)
 
     def part_shape(self, part: int) -> tuple[int, ...]:
         """The shape of the divisors that `fill` takes."""
@@ -84,8 +116,9 @@ class Rotary:
             freqs = (freqs / divisors).float()
         angles = positions * freqs
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
-        self._cos = torch.cat((cos, cos), -1)[:, None].to(self._device)
-        self._sin = torch.cat((-sin, sin), -1)[:, None].to(self._device)
+        self.cos = torch.cat((cos, cos), -1)[:, None].to(self._device)
+        self.sin = torch.cat((-sin, sin), -1)[:, None].to(self._device)
+        self.__dict__.pop("table", None)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:

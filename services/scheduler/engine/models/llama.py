@@ -168,7 +168,9 @@ class LlamaModel:
         for layer in self.layers:
             x, residual = layer(x, residual, angles, context)
         # Only tokens that are drawn after or scored need the end of the model.
-        x, _ = self.norm.add(x.index_select(0, context.logits_index), residual.index_select(0, context.logits_index))
+        if context.logits_index is not None:
+            x, residual = (part.index_select(0, context.logits_index) for part in (x, residual))
+        x, _ = self.norm.add(x, residual)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
