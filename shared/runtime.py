@@ -279,7 +279,7 @@ def main(
     make: Callable[[S], Service],
     *,
     watch: Sequence[Role] = (),
-    stuck_after_s: float = 60.0,
+    stuck_after_s: Callable[[S], float] = lambda _: 60.0,
     beat_s: float = BEAT_S,
 ) -> int:
     """Run a service from its settings and give its exit code.
@@ -296,7 +296,8 @@ def main(
     try:
         settings = load(settings_class)
         setup_logs(role, settings)
-        life = Life(role, settings, make(settings), watch=watch, stuck_after_s=stuck_after_s, beat_s=beat_s)
+        stuck_s = stuck_after_s(settings)
+        life = Life(role, settings, make(settings), watch=watch, stuck_after_s=stuck_s, beat_s=beat_s)
     except ConfigError as e:
         sys.stderr.write(f"millrace {role}: {e}\n")
         return EXIT_CONFIG

@@ -153,11 +153,14 @@ class ModelSettings(ServiceSettings):
         model: folder, hub id or GGUF file; empty is the embedded default.
         model_source: the hub an id belongs to.
         model_revision: branch, tag or commit of the hub's repository.
+        dead_letter_bodies: keep requests that are given up with their dead letters, so that `launcher dead replay`
+            can send them again. They hold prompts, so they are not kept unless asked for.
     """
 
     model: str = ""
     model_source: Literal["huggingface", "modelscope"] = "huggingface"
     model_revision: str = ""
+    dead_letter_bodies: bool = False
 
 
 S = TypeVar("S", bound=RedisSettings)

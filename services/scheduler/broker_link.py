@@ -66,7 +66,7 @@ class BrokerLink:
         self._on_failure = on_failure
         self._ledger = ledger = Ledger()
         self._desk = desk = Desk()
-        self._endings = Endings(keys, me, ledger, desk, metrics)
+        self._endings = Endings(keys, me, ledger, desk, metrics, config.dead_letter_bodies)
         self._reader = Reader(broker, me, desk)
         self._inbox = Inbox(keys, me, ledger, desk, self._endings, metrics, config.num_shards)
         self._outbox = Outbox(keys, model, me, ledger, metrics, config.num_shards)

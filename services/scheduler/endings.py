@@ -6,6 +6,7 @@ answered. Belongs to the I/O thread.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,7 +18,7 @@ from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.replies import MAX_LAUNCHES, Ended, end
 from shared.broker.streams import GenerateEntry, bury, drop_generate
 from shared.keys import Keys
-from shared.messages import DeadLetter, Delta, ErrorBody
+from shared.messages import DeadLetter, Delta, ErrorBody, encode
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,10 @@ class _Terminal:
 class Endings:
     """What is to be written about requests that leave. I/O thread only."""
 
-    def __init__(self, keys: Keys, me: str, ledger: Ledger, desk: Desk, metrics: SchedulerMetrics) -> None:
+    def __init__(
+        self, keys: Keys, me: str, ledger: Ledger, desk: Desk, metrics: SchedulerMetrics, keep_bodies: bool
+    ) -> None:
+        self._keep_bodies = keep_bodies
         self._keys = keys
         self._me = me
         self._ledger = ledger
@@ -84,7 +88,7 @@ class Endings:
     def give_up(self, held: Held) -> None:
         """End a request that has ended its engine too often, and leave a note of it."""
         log.error("a request is given up: its engine died %d times on it", MAX_LAUNCHES, extra=naming(held))
-        letter = self._letter(held.uid, "poison", MAX_LAUNCHES)
+        letter = self._letter(held.uid, "poison", MAX_LAUNCHES, lambda: encode(held.request))
         self._ledger.remove(held)
         self._terminals.append(_Terminal(held.uid, POISON, None, held.entry, None, letter))
         self._metrics.finished("error")
@@ -93,7 +97,7 @@ class Endings:
     def bury(self, entry: GenerateEntry) -> None:
         """Put aside an entry that is no request; if it names a uid, that one is told."""
         log.error("entry %s of this engine's stream is no request", entry.entry_id.decode(errors="replace"))
-        letter = self._letter(entry.uid, "unreadable", 1)
+        letter = self._letter(entry.uid, "unreadable", 1, lambda: entry.payload)
         self._terminals.append(_Terminal(entry.uid, UNREADABLE, None, entry.entry_id, None, letter))
         self._metrics.dead_letter("unreadable")
 
@@ -129,5 +133,6 @@ class Endings:
         for entry in entries:
             self._deletions.pop(entry, None)
 
-    def _letter(self, uid: str, reason: str, tries: int) -> DeadLetter:
-        return DeadLetter(uid, reason, tries, self._me, time.time_ns() // 1_000_000)
+    def _letter(self, uid: str, reason: str, tries: int, body: Callable[[], bytes]) -> DeadLetter:
+        kept = body() if self._keep_bodies else b""
+        return DeadLetter(uid, reason, tries, self._me, time.time_ns() // 1_000_000, kept)

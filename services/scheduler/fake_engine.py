@@ -7,6 +7,7 @@ writes a page that anyone else in flight refers to, ends the engine.
 """
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class FakeEngineConfig:
         check: keep a KV model and verify every batch; off for speed.
         stamps: tokens spell the clock instead of being drawn, see `fake_stamps`.
         crash_marker: a prompt that holds these ids in a row ends the process, as a poison request would.
+        stall_marker: a step with a prompt that holds these ids in a row never ends.
         nan_marker: a prompt that holds these ids in a row yields bad logits.
     """
 
@@ -70,6 +72,7 @@ class FakeEngineConfig:
     check: bool = True
     stamps: bool = False
     crash_marker: tuple[int, ...] = ()
+    stall_marker: tuple[int, ...] = ()
     nan_marker: tuple[int, ...] = ()
     fingerprint: str = "fake"
 
@@ -115,6 +118,8 @@ class FakeEngine:
         config = self.config
         if any(_holds(setup.prompt_ids, config.crash_marker) for setup in batch.setups):
             self._crash()
+        if any(_holds(setup.prompt_ids, config.stall_marker) for setup in batch.setups):
+            threading.Event().wait()
         if self._kv is not None:
             self._kv.admit(batch, [step.batch for step in self._launched])
         num_prompt = int(batch.lengths[batch.num_decode :].sum())

@@ -16,6 +16,7 @@ class LinkConfig:
         num_shards: token streams, as the installation agreed.
         lease_s: of engines.
         api_lease_s: of api replicas.
+        dead_letter_bodies: dead letters hold the request, so that it can be sent again.
     """
 
     me: str
@@ -24,3 +25,4 @@ class LinkConfig:
     num_shards: int
     lease_s: float = LEASE_S["scheduler"]
     api_lease_s: float = LEASE_S["api"]
+    dead_letter_bodies: bool = False

@@ -96,6 +96,7 @@ class SchedulerService:
             num_shards=life.heart.agreement.num_shards,
             lease_s=self._settings.lease_s("scheduler"),
             api_lease_s=self._settings.lease_s("api"),
+            dead_letter_bodies=self._settings.dead_letter_bodies,
         )
         link = BrokerLink(
             life.broker, life.heart, config, self._metrics, on_report=self._on_report, on_failure=self._on_failure
@@ -270,6 +271,7 @@ def fake_config(settings: SchedulerSettings, files: ModelFiles) -> FakeEngineCon
         row_us=settings.fake_row_us,
         token_us=settings.fake_token_us,
         crash_marker=settings.fake_crash_marker,
+        stall_marker=settings.fake_stall_marker,
         check=settings.fake_check,
         stamps=settings.fake_stamps,
     )

@@ -41,12 +41,15 @@ class SchedulerSettings(ModelSettings):
         cuda_graph_max_bs: largest batch with a captured graph; 0 captures none, unset is chosen by the device.
         disable_overlap: settle each step before the next is planned.
         disable_custom_all_reduce: NCCL alone between GPUs.
+        stuck_after: seconds one step may take; then the process tells where it stands and ends, so that others take
+            its requests over. A step on a slow processor may take long; 0 waits for ever.
         threads: threads of one operation on a CPU; unset is all cores the process may use.
         fake_step_ms: time a step of the fake engine takes.
         fake_row_us: microseconds the fake engine adds to a step per decoding request.
         fake_token_us: microseconds it adds per prompt token.
         fake_eos_every: on average one token in so many ends an answer of the fake engine; 0 is never.
         fake_crash_marker: ids with commas; a prompt that holds them in a row ends the process.
+        fake_stall_marker: likewise; a prompt that holds them is never done.
         fake_check: have the fake engine verify every batch.
         fake_stamps: the text of the fake engine tells when each token was drawn, for benchmarks.
     """
@@ -69,12 +72,14 @@ class SchedulerSettings(ModelSettings):
     cuda_graph_max_bs: int | None = Field(default=None, ge=0)
     disable_overlap: bool = False
     disable_custom_all_reduce: bool = False
+    stuck_after: float = Field(default=300.0, ge=0.0)
     threads: int | None = Field(default=None, ge=1)
     fake_step_ms: float = Field(default=1.0, ge=0.0)
     fake_row_us: float = Field(default=0.0, ge=0.0)
     fake_token_us: float = Field(default=0.0, ge=0.0)
     fake_eos_every: int = Field(default=0, ge=0)
     fake_crash_marker: IdList = ()
+    fake_stall_marker: IdList = ()
     fake_check: bool = True
     fake_stamps: bool = False
 

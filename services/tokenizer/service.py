@@ -63,6 +63,7 @@ class TokenizerService:
             self._metrics,
             batch=settings.tokenizer_batch,
             pool=self._pool,
+            keep_bodies=settings.dead_letter_bodies,
         )
 
     def serve(self, life: Life) -> None:

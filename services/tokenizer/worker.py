@@ -55,6 +55,7 @@ class Worker:
         metrics: recorder.
         batch: entries read at once.
         pool: runs the encoding of very long prompts.
+        keep_bodies: dead letters hold the request.
         clock: wall clock in seconds, for the time on the way only.
     """
 
@@ -69,6 +70,7 @@ class Worker:
         *,
         batch: int,
         pool: ThreadPoolExecutor,
+        keep_bodies: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._broker = broker
@@ -80,6 +82,7 @@ class Worker:
         self._metrics = metrics
         self._batch = batch
         self._pool = pool
+        self._keep_bodies = keep_bodies
         self._clock = clock
         self._held: dict[bytes, _Work] = {}
         self._aside: dict[bytes, tuple[QueueEntry, Future[Encoded | RequestError]]] = {}
@@ -191,6 +194,7 @@ class Worker:
             tries=entry.deliveries,
             source=self._keys.tokenize(self._model),
             at_ms=int(self._clock() * 1000),
+            body=entry.payload if self._keep_bodies else b"",
         )
         self._metrics.buried(reason)
         self._held[entry.entry_id] = _Work(entry, _body(fault), letter)

@@ -51,4 +51,4 @@ class Script:
 
 if __name__ == "__main__":
     mode = sys.argv[1]
-    sys.exit(main("tokenizer", ServiceSettings, lambda _: Script(mode), stuck_after_s=1.0, beat_s=0.05))
+    sys.exit(main("tokenizer", ServiceSettings, lambda _: Script(mode), stuck_after_s=lambda _: 1.0, beat_s=0.05))
