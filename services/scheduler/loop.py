@@ -85,6 +85,15 @@ class StepLoop:
         """
         while not self._stopping.is_set():
             self.turn()
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """Settle and publish what is in flight, after taking in what is new.
+
+        Raises:
+            EngineFault: the engine is lost.
+        """
+        self._take()
         while self._launched:
             self._settle()
 
