@@ -17,8 +17,8 @@ WIRE_VERSION: Final = 1
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="tag"):
-    """Base of every wire struct."""
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False, tag_field="tag"):
+    """Base of every wire struct. Out of the garbage collector's sight, since none holds itself."""
 
 
 class ErrorBody(Message, tag="err", frozen=True):

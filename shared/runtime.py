@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
+from shared import garbage
 from shared.broker.connection import Broker
 from shared.errors import ConfigError, MillraceError
 from shared.guard import EXIT_FAULT, Guard, Interrupted
@@ -217,6 +218,7 @@ class Life:
     def _live(self) -> None:
         log.info("%s starts as %s, version %s", self.role, self.incarnation, VERSION)
         self._service.prepare(self)
+        garbage.settle()
         while not self.heart.wait_up(0.2):
             if self.draining:
                 raise Interrupted

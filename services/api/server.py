@@ -19,6 +19,7 @@ from services.api.error_body import encode_error, to_body
 from services.api.service import ApiService
 from services.api.settings import ApiSettings
 from services.api.streaming import ABORT_EXTENSION
+from shared import garbage
 from shared.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -141,5 +142,6 @@ def serve(settings: ApiSettings) -> int:
     service = ApiService(settings, port=port)
     server = Server(make_config(settings, create_app(service)), service)
     log.info("listening on http://%s:%d", settings.host, port)
+    garbage.settle()
     server.run(sockets=[sock])
     return 0 if server.started else 1

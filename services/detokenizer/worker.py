@@ -5,7 +5,6 @@ whoever reads next, this instance or another, finds what a crash left behind. No
 read the same one for a moment does no harm.
 """
 
-import gc
 import logging
 import threading
 import time
@@ -77,9 +76,6 @@ class Detokenizer:
         self._lag = life.metrics.gauge(STREAM_LAG).labels("tokens")
         self._oldest = life.metrics.gauge(STREAM_OLDEST_AGE).labels("tokens")
         self._dead = life.metrics.counter(DEAD_LETTERS).labels("undecodable")
-        # A vocabulary is a few hundred thousand objects that live for ever: no collection need look at them again.
-        gc.collect()
-        gc.freeze()
 
     def serve(self, life: Life) -> None:
         """Read and say until draining; what is in hand then is finished."""
