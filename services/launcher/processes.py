@@ -144,6 +144,7 @@ class Child:
         self._end_group()
         self._process = None
         self.ready = False
+        self.waiting_for = "restart"
         now = time.monotonic()
         self.failures = 1 if now - self._started_s > _HEALTHY_AFTER_S else self.failures + 1
         self.due_s = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MAX_S)
