@@ -66,9 +66,11 @@ class ForwardContext:
         attention: the planned attention.
         logits_index: (num_wanted,) int64, tokens whose logits are wanted; None for all.
         fused: the same attention where it can also do what comes before; layers prefer it.
+        num_decode: the first tokens are those of decode rows.
     """
 
     positions: Tensor
     attention: PlannedAttention
     logits_index: Tensor | None
     fused: FusedAttention | None = None
+    num_decode: int = 0

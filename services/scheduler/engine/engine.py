@@ -288,7 +288,8 @@ class LocalEngine:
         for setup in batch.setups:
             self._sampler.set_up(setup)
         inputs = prepare(batch, self._last_tokens, self._model.device)
-        context = ForwardContext(inputs.positions, self._attention.plan(inputs.attention), inputs.logits_index)
+        plan = self._attention.plan(inputs.attention)
+        context = ForwardContext(inputs.positions, plan, inputs.logits_index, num_decode=batch.num_decode)
         hidden = self._model.forward(inputs.input_ids, context)
         rows = inputs.drawn_rows
         token_ids = np.full(batch.num_rows, -1, dtype=np.int32)

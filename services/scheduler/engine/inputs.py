@@ -49,7 +49,9 @@ def prepare(batch: Batch, last_tokens: Tensor, device: torch.device) -> StepInpu
     return StepInputs(
         input_ids=_input_ids(batch.input_ids, batch.slots, token_rows, last_tokens, device),
         positions=torch.from_numpy(positions).to(device),
-        attention=AttentionRows(starts, lengths, offsets, batch.page_table.astype(np.int64), token_rows, positions),
+        attention=AttentionRows(
+            starts, lengths, offsets, batch.page_table.astype(np.int64), token_rows, positions, batch.num_decode
+        ),
         logits_index=torch.from_numpy(np.concatenate(wanted)).to(device),
         drawn_rows=drawn_rows,
     )

@@ -22,6 +22,7 @@ class AttentionRows:
         page_table: (rows, columns) page of token t is page_table[row, t // page_size].
         token_rows: (num_tokens,) row of each token.
         positions: (num_tokens,) place of each token in its request.
+        num_decode: rows [0, num_decode) are decode rows. A row's result depends on its kind, not on the other rows.
     """
 
     starts: IndexArray
@@ -30,6 +31,7 @@ class AttentionRows:
     page_table: IndexArray
     token_rows: IndexArray
     positions: IndexArray
+    num_decode: int = 0
 
 
 class AttentionBackend(Protocol):

@@ -15,19 +15,19 @@ PREFILL_SAVING_PAIRS = 8192
 """The same in pairs of a token and one it looks at."""
 
 
-def make_buckets(lengths: IndexArray, kv_lengths: IndexArray) -> list[IndexArray]:
-    """Divide rows into buckets.
+def make_buckets(lengths: IndexArray, kv_lengths: IndexArray, num_decode: int) -> list[IndexArray]:
+    """Divide rows into buckets; decode rows and rows of prompts are in different ones.
 
     Args:
         lengths: (rows,) tokens to compute per row.
         kv_lengths: (rows,) tokens each row looks at, its own included.
+        num_decode: the first rows, which compute one token each.
 
     Returns:
         Row numbers per bucket; every row is in one. A single bucket keeps the order of the rows.
     """
-    single = lengths == 1
-    buckets = _split(np.flatnonzero(single), kv_lengths, DECODE_SAVING_TOKENS)
-    for rows in _split(np.flatnonzero(~single), lengths, PREFILL_SAVING_TOKENS):
+    buckets = _split(np.arange(num_decode), kv_lengths, DECODE_SAVING_TOKENS)
+    for rows in _split(np.arange(num_decode, len(lengths)), lengths, PREFILL_SAVING_TOKENS):
         width = int(lengths[rows].max())
         buckets += _split(rows, kv_lengths, max(1, PREFILL_SAVING_PAIRS // width))
     return buckets

@@ -2,10 +2,12 @@
 
 It runs on every device and is the reference for the others; on a CPU it is also the fast one. Grouped query
 heads are folded into the query's length, so that a key is read once for all heads that share it.
+
+Decode rows go through two batched products, rows of prompts through the fused kernel, always: neither's result
+depends on the rows beside it or on how much of a prompt was cached, but the two round differently.
 """
 
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import torch
@@ -15,9 +17,6 @@ from torch import Tensor
 from services.scheduler.engine.attention.base import AttentionRows, IndexArray
 from services.scheduler.engine.attention.buckets import make_buckets
 from services.scheduler.engine.kvcache import KVCache
-
-_BMM_MIN_BLOCKS: Final = 16
-"""From this many (row, kv head) pairs on, two batched products beat the fused kernel for rows of one token."""
 
 
 class TorchAttention:
@@ -37,7 +36,7 @@ class TorchAttention:
         if len(fresh):
             cache.clear_pages(fresh)
         stores = self._index(cache.token_rows(pages, offsets))
-        groups = make_buckets(rows.lengths, rows.starts + rows.lengths)
+        groups = make_buckets(rows.lengths, rows.starts + rows.lengths, rows.num_decode)
         return TorchPlan(cache, stores, [self._bucket(rows, group) for group in groups])
 
     def _bucket(self, rows: AttentionRows, members: IndexArray) -> "_Bucket":
@@ -58,6 +57,7 @@ class TorchAttention:
         real = np.arange(width) < lengths[:, None]
         return _Bucket(
             num_rows=len(members),
+            decodes=int(members[0]) < rows.num_decode,
             width=width,
             kv_len=columns.shape[1] * cache.page_size,
             tokens=None if whole else self._index(flat),
@@ -79,6 +79,7 @@ class _Bucket:
 
     Attributes:
         num_rows: their number.
+        decodes: whether they are decode rows.
         width: tokens computed per row, padding included.
         kv_len: tokens looked at per row, padding included.
         tokens: (num_rows * width,) token at each place, or None when the bucket is the whole step in order.
@@ -91,6 +92,7 @@ class _Bucket:
     """
 
     num_rows: int
+    decodes: bool
     width: int
     kv_len: int
     tokens: Tensor | None
@@ -154,7 +156,7 @@ class TorchPlan:
             folded = folded.transpose(1, 2).reshape(rows, kv_heads, width * group, head_dim)
         k = bucket.keys.view(rows, kv_heads, -1, head_dim)
         v = bucket.values.view(rows, kv_heads, -1, head_dim)
-        if width == 1 and rows * kv_heads >= _BMM_MIN_BLOCKS:
+        if bucket.decodes:
             return _attend_batched(folded, k, v, mask, scale)
         found = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
         if width == 1:
@@ -163,7 +165,7 @@ class TorchPlan:
 
 
 def _attend_batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Two batched products for many rows of one token: (rows, kv_heads, group, head_dim)."""
+    """Two batched products for rows of one token: (rows, kv_heads, group, head_dim)."""
     rows, kv_heads, group, head_dim = q.shape
     blocks = rows * kv_heads
     scores = torch.bmm((q * scale).view(blocks, group, head_dim), k.view(blocks, -1, head_dim).transpose(1, 2))

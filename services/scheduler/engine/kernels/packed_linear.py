@@ -5,6 +5,10 @@ reference and the only form in float32; on a CPU in bfloat16 the weight is reord
 at each call, and a checkpoint that holds 4-bit groups keeps them for small batches, where reading the weight is
 what costs. Both are private operations of torch: each is tried on a small case first and left out when it is
 missing or wrong.
+
+The two packed forms round differently, so which one a token goes through must not hang on what else is in the step,
+or on how much of a prompt was cached: tokens of prompts always take the wide form, tokens of decode rows take the
+narrow one as long as those rows are few. Within a form a token's result does not depend on the tokens beside it.
 """
 
 from collections.abc import Callable
@@ -16,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
-"""(num_tokens, in) -> (num_tokens, out)."""
+Product = Callable[[Tensor, int], Tensor]
+"""(num_tokens, in), and how many of the first tokens are those of decode rows -> (num_tokens, out)."""
+_Form = Callable[[Tensor], Tensor]
 
 GROUP: Final = 32
 """Weights that share a scale and a zero in the 4-bit form."""
 MAX_INT4_TOKENS: Final = 8
-"""Above this many tokens the bfloat16 product is faster than the 4-bit one."""
+"""Above this many decode rows the bfloat16 product is faster than the 4-bit one."""
 _REORDER_TOKENS: Final = 32
 """Tokens per call that the reordered layout is tuned for; any number works."""
 
@@ -44,7 +49,7 @@ class Int4Groups:
 
 def plain(weight: Tensor, bias: Tensor | None) -> Product:
     """The reference: no copy, exact in float32."""
-    return lambda x: F.linear(x, weight, bias)
+    return lambda x, _: F.linear(x, weight, bias)
 
 
 def pack(weight: Tensor, bias: Tensor | None, int4: Int4Groups | None = None) -> Product:
@@ -59,19 +64,37 @@ def pack(weight: Tensor, bias: Tensor | None, int4: Int4Groups | None = None) ->
         return plain(weight, bias)
     wide = _reordered(weight, bias)
     if int4 is None or bias is not None or not has_int4() or weight.shape[0] % 16 or weight.shape[1] % GROUP:
-        return wide
-    narrow = _int4(int4)
-    return lambda x: narrow(x) if x.shape[0] <= MAX_INT4_TOKENS else wide(x)
+        return lambda x, _: wide(x)
+    return _by_kind(_int4(int4), wide)
 
 
-def _reordered(weight: Tensor, bias: Tensor | None) -> Product:
+def _by_kind(narrow: _Form, wide: _Form) -> Product:
+    """Choose the form per token, by its kind."""
+
+    def product(x: Tensor, num_decode: int) -> Tensor:
+        if not 0 < num_decode <= MAX_INT4_TOKENS:
+            return wide(x)
+        if num_decode == len(x):
+            return narrow(x)
+        return torch.cat((narrow(x[:num_decode]), wide(x[num_decode:])))
+
+    return product
+
+
+def _reordered(weight: Tensor, bias: Tensor | None) -> _Form:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _REORDER_TOKENS)
     product = torch.ops.mkldnn._linear_pointwise.default
     empty: list[float] = []
-    return lambda x: product(x, packed, bias, "none", empty, "")
+
+    def form(x: Tensor) -> Tensor:
+        # One token alone would go through a kernel of its own, which rounds differently.
+        found: Tensor = product(x if len(x) > 1 else x.repeat(2, 1), packed, bias, "none", empty, "")
+        return found if len(x) > 1 else found[:1]
+
+    return form
 
 
-def _int4(groups: Int4Groups) -> Product:
+def _int4(groups: Int4Groups) -> _Form:
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.q.to(torch.int32), 2)
     pairs = torch.stack((groups.scale.t(), groups.zero.t()), -1).to(torch.bfloat16).contiguous()
     product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
@@ -95,7 +118,7 @@ def has_int4() -> bool:
     return _agrees(lambda: _int4(Int4Groups(q, scale, zero)), weight)
 
 
-def _agrees(build: Callable[[], Product], weight: Tensor) -> bool:
+def _agrees(build: Callable[[], _Form], weight: Tensor) -> bool:
     x = torch.linspace(-1, 1, 3 * 64).reshape(3, 64).to(torch.bfloat16)
     try:
         found = build()(x).float()

@@ -49,4 +49,4 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """(num_drawn, hidden_size) -> (num_drawn, vocab_size), in the model's precision."""
         assert self._product is not None, "called before its weights were loaded"
-        return self._product(hidden)
+        return self._product(hidden, 0)

@@ -47,10 +47,10 @@ class Linear:
         self.weight = _WeightSlot(self)
         self.bias = _BiasSlot(self, Weight(parts, (), dtype, device)) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(num_tokens, in_features) -> (num_tokens, sum of parts)."""
+    def __call__(self, x: Tensor, num_decode: int) -> Tensor:
+        """(num_tokens, in_features) -> (num_tokens, sum of parts); the first tokens are those of decode rows."""
         assert self._product is not None, "called before its weights were loaded"
-        return self._product(x)
+        return self._product(x, num_decode)
 
     def fill_weight(self, source: Source, part: int) -> None:
         """Take one weight."""

@@ -48,7 +48,8 @@ class LlamaAttention:
 
     def __call__(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """(num_tokens, hidden_size) -> the same shape."""
-        return self.output(self.attention(self.qkv(x), angles, context))
+        qkv = self.qkv(x, context.num_decode)
+        return self.output(self.attention(qkv, angles, context), context.num_decode)
 
     def targets(self, prefix: str) -> Targets:
         """The tensors of the checkpoint that fill it."""
@@ -74,9 +75,10 @@ class LlamaMLP:
         self.down = Linear(inner, (hidden,), bias=bias, dtype=dtype, device=device)
         self.activate = activation(config.activation)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """(num_tokens, hidden_size) -> the same shape."""
-        return self.down(self.activate(self.gate_up(x)))
+        num_decode = context.num_decode
+        return self.down(self.activate(self.gate_up(x, num_decode)), num_decode)
 
     def targets(self, prefix: str) -> Targets:
         """The tensors of the checkpoint that fill it."""
@@ -112,7 +114,7 @@ class LlamaLayer:
         """
         x, residual = self.input_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attention(x, angles, context), residual)
-        return self.mlp(x), residual
+        return self.mlp(x, context), residual
 
     def targets(self, prefix: str) -> Targets:
         """The tensors of the checkpoint that fill it."""
