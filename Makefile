@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e test-images lint lint-ops fmt env-example clean build up down ps logs lock sbom
+.PHONY: help run dead setup test test-unit test-e2e test-images bench-plane soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -79,6 +79,12 @@ sbom: $(VENV)/.dev-ready ## Write what the images hold as CycloneDX: dist/sbom-*
 		{ cat ops/requirements/$$image.txt ops/requirements/model.txt; test $$image = api || echo '$(TORCH)'; } \
 		| $(BIN)/cyclonedx-py requirements - --output-reproducible --of JSON -o dist/sbom-$$image.json && echo dist/sbom-$$image.json; \
 	done
+
+bench-plane: $(VENV)/.dev-ready ## Measure the token plane: make bench-plane [ARGS="--paced 256x40 --seconds 5"]
+	@$(BIN)/python -m bench.plane $(ARGS)
+
+soak: $(VENV)/.dev-ready ## Ask 10,000 times and see what is left: make soak [ARGS="--requests 1000"]
+	@$(BIN)/python -m bench.soak $(ARGS)
 
 env-example: $(VENV)/.dev-ready ## Write .env.example from the settings classes
 	@$(BIN)/python -m tools.env_example

@@ -87,6 +87,7 @@ class _Stream(asyncio.Protocol):
         ).encode() + text
         self._max_tokens = load.max_tokens
         self._tail = b""
+        self._answered = False
         self._transport: asyncio.Transport | None = None
         self.answers: list[_Answer] = []
         self.errors: list[str] = []
@@ -107,9 +108,16 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Note the tokens of whole events; what follows the last of them waits."""
         now = time.time_ns()
+        if not self._answered:
+            self._answered = True
+            if not data.startswith(b"HTTP/1.1 200"):
+                self._fail(data[-300:].decode(errors="replace"))
         if self._tail:
             data = self._tail + data
         end = data.rfind(b"\n\n") + 2
+        if end == 1 and not data.endswith(_END):
+            self._tail = data
+            return
         texts = _TEXT.findall(data, 0, end)
         self._tail = data[end:]
         if texts:
@@ -121,8 +129,6 @@ class _Stream(asyncio.Protocol):
             answer.reads.append((now, len(text), len(texts)))
         if data.endswith(_END):
             self._ended(data)
-        elif not self.begun.is_set() and not data.startswith(b"HTTP/1.1 200"):
-            self._fail(data[-300:].decode(errors="replace"))
 
     def close(self) -> None:
         """Hang up."""
@@ -133,6 +139,7 @@ class _Stream(asyncio.Protocol):
     def _ask(self) -> None:
         assert self._transport is not None
         self._tail = b""
+        self._answered = False
         self.answers.append(_Answer())
         self._transport.write(self._request)
 
