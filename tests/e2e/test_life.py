@@ -13,6 +13,12 @@ from threading import Event
 import httpx
 import pytest
 
+from shared.broker.connection import Broker
+from shared.broker.streams import bury
+from shared.ids import new_uid
+from shared.messages import DeadLetter, GenerateRequest, encode
+from shared.sampling import SamplingParams
+from shared.settings import RedisSettings
 from tests.e2e.stack import ROOT, Stack, finish_of, is_ready, text_of
 from tests.waiting import eventually
 
@@ -107,13 +113,19 @@ def test_two_installations_share_a_redis_by_their_prefix(fake: Stack, tmp_path: 
         assert other.stop() == 0
 
 
-def test_dead_letters_can_be_listed_while_it_runs(fake: Stack) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "services.launcher", "dead", "--run-dir", str(fake.folder / "run"), "list"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=30,
-        check=True,
-    )
-    assert done.stdout.endswith("letters\n")
+def dead(stack: Stack, *action: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "services.launcher", "dead", "--run-dir", str(stack.folder / "run"), *action]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+
+
+def test_a_dead_letter_is_sent_again(fake: Stack) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(uid=new_uid(), prompt_ids=[65, 66], params=params)
+    letter = DeadLetter(request.uid, "poison", 3, "scheduler-0", 1_800_000_000_000, encode(request))
+    with Broker(RedisSettings(redis_url=f"redis://127.0.0.1:{fake.ports()['redis']}/0")) as broker:
+        broker.run(bury(broker.keys, letter))
+    assert dead(fake, "list").stdout.endswith("1 letters\n")
+    again = dead(fake, "replay", request.uid)
+    assert "length after 5 tokens" in again.stdout, again.stderr
+    assert again.returncode == 0
+    assert dead(fake, "list").stdout == "0 letters\n"
