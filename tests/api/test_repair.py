@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.api.log_reading import read
+from services.api.log_reading import follow, read
 from services.launcher.redis_server import RedisServer
 from shared.broker.log_id import make_end_id, make_log_id
 from shared.broker.replies import EndEntry, FenceEntry, LogEntry, OpenEntry, TokensEntry
@@ -72,6 +72,28 @@ def test_reading_a_log(log: list[LogEntry], said: list[int], verdict: str, fresh
     assert reading.verdict == verdict
     assert [log_id for log_id, _ in reading.fresh] == fresh
     assert reading.last == last
+
+
+@pytest.mark.parametrize(
+    ("log", "fresh", "last"),
+    [
+        ([tokens(1, 1, 7)], [], make_log_id(1, 1)),
+        ([tokens(1, 1, 7), tokens(1, 2, 8), ended(2)], [make_log_id(1, 2), make_end_id(2)], make_log_id(1, 1)),
+        ([tokens(1, 1, 7), fenced(2, 1)], [], make_log_id(2, 1)),
+        ([tokens(1, 1, 7), fenced(2, 1), tokens(2, 2, 8)], [make_log_id(2, 2)], make_log_id(2, 1)),
+    ],
+)
+def test_following_a_log_from_what_was_said(log: list[LogEntry], fresh: list[bytes], last: bytes) -> None:
+    reading = follow(log, make_log_id(1, 1))
+    assert reading is not None and reading.verdict == "continue"
+    assert [log_id for log_id, _ in reading.fresh] == fresh
+    assert reading.last == last
+    assert reading.attempt == max(2 if isinstance(e, FenceEntry) else 1 for e in log)
+
+
+@pytest.mark.parametrize("log", [[], [tokens(1, 2, 8)], [fenced(2, 1)], [ended(1)]])
+def test_a_log_that_has_lost_what_was_said_is_not_followed(log: list[LogEntry]) -> None:
+    assert follow(log, make_log_id(1, 1)) is None
 
 
 def test_an_error_is_told_even_by_a_log_that_disagrees() -> None:
