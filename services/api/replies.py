@@ -26,7 +26,7 @@ from shared.messages import Delta, ErrorBody, decode
 
 log = logging.getLogger(__name__)
 
-RECENT_S: Final = 60.0
+RECENT_S: Final = 20.0
 """How long an answered uid is remembered: what still rings for it is old, not a stranger's."""
 _OPEN_TRIES: Final = 3
 CLIENT_GONE: Final = ErrorBody(499, "the client closed the connection", "client_closed", "client_closed")
