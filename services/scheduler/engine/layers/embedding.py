@@ -1,39 +1,63 @@
-"""The token embedding and the output head, one tensor or two."""
+"""The token embedding and the output head, one tensor or two.
+
+Ranks that share a model share the vocabulary. Its pieces are of one size; what the last one lacks is never seen.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from services.scheduler.engine.kernels.packed_linear import Product, pack
-from services.scheduler.engine.layers.weight import Weight
+from services.scheduler.engine.layers.weight import Split, Weight
+from services.scheduler.engine.parallel.comm import SOLO, Comm
 
 
 class Embedding:
     """Token ids to vectors.
 
     Attributes:
-        weight: (vocab_size, hidden_size).
+        weight: (vocab_size, hidden_size), or this rank's piece of it.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = Weight((vocab_size,), (hidden_size,), dtype, device)
+    def __init__(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device, comm: Comm = SOLO
+    ) -> None:
+        self._comm = comm
+        self._piece = -(-vocab_size // comm.ranks.size)
+        self._first = comm.ranks.rank * self._piece
+        self.weight = Weight((self._piece,), (hidden_size,), dtype, device, Split(0, comm.ranks, vocab_size))
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """(num_tokens,) int64 -> (num_tokens, hidden_size)."""
-        return F.embedding(input_ids, self.weight.tensor)
+        if self._comm.ranks.size == 1:
+            return F.embedding(input_ids, self.weight.tensor)
+        places = input_ids - self._first
+        others = (places < 0) | (places >= self._piece)
+        found = F.embedding(places.masked_fill(others, 0), self.weight.tensor)
+        return self._comm.all_reduce(found.masked_fill(others[:, None], 0))
 
 
 class Head:
     """Vectors to logits. Tied to an embedding it has no weight of its own.
 
     Attributes:
-        weight: (vocab_size, hidden_size), or None when tied.
+        weight: (vocab_size, hidden_size), or this rank's piece of it; None when tied.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device, tied: Embedding | None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tied: Embedding | None,
+        comm: Comm = SOLO,
     ) -> None:
-        self.weight = None if tied is not None else Weight((vocab_size,), (hidden_size,), dtype, device)
+        piece = -(-vocab_size // comm.ranks.size)
+        split = Split(0, comm.ranks, vocab_size)
+        self.weight = None if tied is not None else Weight((piece,), (hidden_size,), dtype, device, split)
+        self._vocab_size = vocab_size
+        self._comm = comm
         self._tied = tied
         self._product: Product | None = None
 
@@ -49,4 +73,5 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """(num_drawn, hidden_size) -> (num_drawn, vocab_size), in the model's precision."""
         assert self._product is not None, "called before its weights were loaded"
-        return self._product(hidden, 0)
+        local = self._product(hidden, 0)
+        return local if self._comm.ranks.size == 1 else self._comm.all_gather(local)[:, : self._vocab_size]

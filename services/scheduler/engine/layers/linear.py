@@ -1,10 +1,24 @@
-"""Linear layers, merged where a model multiplies the same input by several weights."""
+"""Linear layers, merged where a model multiplies the same input by several weights.
+
+Ranks that share a model share each of these layers: by its outputs, when what follows works on a piece of them, or
+by its inputs, when they come in pieces; then the ranks' results are added up.
+"""
+
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from services.scheduler.engine.kernels.packed_linear import Int4Groups, Product, pack
-from services.scheduler.engine.layers.weight import Source, Weight
+from services.scheduler.engine.layers.weight import Source, Split, Weight
+from services.scheduler.engine.parallel.comm import SOLO, Comm
+
+
+class By(IntEnum):
+    """What of a layer the ranks share; the value is the dimension of its weight."""
+
+    OUTPUTS = 0
+    INPUTS = 1
 
 
 class Linear:
@@ -26,16 +40,22 @@ class Linear:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        by: By | None = None,
+        comm: Comm = SOLO,
     ) -> None:
         """Lay out the layer.
 
         Args:
-            in_features: size of the input.
-            parts: outputs of each weight in it.
+            in_features: size of the input, as this rank has it.
+            parts: outputs of each weight in it, as this rank has them.
             bias: whether each has a bias.
             dtype: precision of weights and products.
             device: where they lie.
+            by: what the ranks share; None when each has all of it.
+            comm: adds up what each rank has computed of a layer that is shared by its inputs.
         """
+        self._split = None if by is None else Split(int(by), comm.ranks)
+        self._sum = comm if by is By.INPUTS and comm.ranks.size > 1 else None
         self.parts = parts
         self.in_features = in_features
         self._dtype = dtype
@@ -45,19 +65,34 @@ class Linear:
         self._missing = len(parts) * (2 if bias else 1)
         self._product: Product | None = None
         self.weight = _WeightSlot(self)
-        self.bias = _BiasSlot(self, Weight(parts, (), dtype, device)) if bias else None
+        self.bias: _BiasSlot | None = None
+        if bias:
+            share = self._split if by is By.OUTPUTS else None
+            self.bias = _BiasSlot(
+                self, Weight(parts, (), dtype, device, share), leave=by is By.INPUTS and comm.ranks.rank > 0
+            )
 
     def __call__(self, x: Tensor, num_decode: int) -> Tensor:
         """(num_tokens, in_features) -> (num_tokens, sum of parts); the first tokens are those of decode rows."""
         assert self._product is not None, "called before its weights were loaded"
-        return self._product(x, num_decode)
+        found = self._product(x, num_decode)
+        return found if self._sum is None else self._sum.all_reduce(found)
+
+    def part_shape(self, part: int) -> tuple[int, ...]:
+        """The shape of one weight in the checkpoint."""
+        shape = (self.parts[part], self.in_features)
+        return shape if self._split is None else self._split.whole(shape)
+
+    def new_weight(self) -> Weight:
+        """Reserve the plain form of the weight."""
+        return Weight(self.parts, (self.in_features,), self._dtype, self._device, self._split)
 
     def fill_weight(self, source: Source, part: int) -> None:
         """Take one weight."""
         if self._weight is None:
-            self._weight = Weight(self.parts, (self.in_features,), self._dtype, self._device)
+            self._weight = self.new_weight()
         self._weight.fill(source, part)
-        if self._dtype == torch.bfloat16 and (groups := source.read_int4()) is not None:
+        if self._dtype == torch.bfloat16 and (groups := source.read_int4(self._weight.share(part))) is not None:
             self._int4[part] = groups
         self.count_part()
 
@@ -78,15 +113,22 @@ class _WeightSlot:
         self._owner = owner
 
     def part_shape(self, part: int) -> tuple[int, ...]:
-        return (self._owner.parts[part], self._owner.in_features)
+        return self._owner.part_shape(part)
 
     def fill(self, source: Source, part: int) -> None:
         self._owner.fill_weight(source, part)
 
 
 class _BiasSlot:
-    def __init__(self, owner: Linear, weight: Weight) -> None:
+    """The bias.
+
+    Args:
+        leave: another rank adds it to the sum.
+    """
+
+    def __init__(self, owner: Linear, weight: Weight, *, leave: bool) -> None:
         self._owner = owner
+        self._leave = leave
         self.weight = weight
 
     def part_shape(self, part: int) -> tuple[int, ...]:
@@ -94,6 +136,8 @@ class _BiasSlot:
 
     def fill(self, source: Source, part: int) -> None:
         self.weight.fill(source, part)
+        if self._leave:
+            self.weight.tensor.zero_()
         self._owner.count_part()
 
 

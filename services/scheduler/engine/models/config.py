@@ -5,10 +5,11 @@ would change the result and is not known is refused by its name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.scheduler.engine.layers.rotary import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from services.scheduler.engine.parallel.state import Ranks
 from shared.errors import ConfigError
 
 
@@ -46,6 +47,21 @@ class ModelConfig:
     def window(self, layer_id: int) -> int | None:
         """Tokens a position of that layer sees, or None for all."""
         return self.windows[layer_id] if self.windows else None
+
+    def share(self, ranks: Ranks) -> "ModelConfig":
+        """What one of several ranks has of the model: some of the heads, and a piece of each feed-forward part.
+
+        Raises:
+            ConfigError: something cannot be divided by the number of ranks; names it.
+        """
+        if ranks.size == 1:
+            return self
+        return replace(
+            self,
+            num_qo_heads=ranks.piece(self.num_qo_heads, "query heads (num_attention_heads)"),
+            num_kv_heads=ranks.piece(self.num_kv_heads, "key-value heads (num_key_value_heads)"),
+            intermediate_size=ranks.piece(self.intermediate_size, "inner numbers (intermediate_size)"),
+        )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

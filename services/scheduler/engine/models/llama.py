@@ -3,6 +3,9 @@
 A family that differs in a projection or a norm subclasses the part that differs; see qwen2 and qwen3.
 """
 
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -10,25 +13,39 @@ from services.scheduler.engine.context import ForwardContext
 from services.scheduler.engine.layers.activation import activation
 from services.scheduler.engine.layers.attention import Attention
 from services.scheduler.engine.layers.embedding import Embedding, Head
-from services.scheduler.engine.layers.linear import Linear
+from services.scheduler.engine.layers.linear import By, Linear
 from services.scheduler.engine.layers.norm import RMSNorm
 from services.scheduler.engine.layers.rotary import Angles, Rotary
 from services.scheduler.engine.layers.weight import Fillable
 from services.scheduler.engine.models.config import ModelConfig
+from services.scheduler.engine.parallel.comm import SOLO, Comm
 
 Targets = dict[str, tuple[Fillable, int]]
 """Name of a checkpoint's tensor -> what it fills, and as which part."""
 
 
+class FeedForward(Protocol):
+    """What follows the attention of a layer."""
+
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """(num_tokens, hidden_size) -> the same shape."""
+        ...
+
+    def targets(self, prefix: str) -> Targets:
+        """The tensors of the checkpoint that fill it."""
+        ...
+
+
 class LlamaAttention:
     """The attention of one layer with its projections."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device, comm: Comm = SOLO
+    ) -> None:
         q_size, kv_size = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(
-            config.hidden_size, (q_size, kv_size, kv_size), bias=config.qkv_bias, dtype=dtype, device=device
-        )
-        self.output = Linear(q_size, (config.hidden_size,), bias=config.o_bias, dtype=dtype, device=device)
+        make = partial(Linear, dtype=dtype, device=device, comm=comm)
+        self.qkv = make(config.hidden_size, (q_size, kv_size, kv_size), bias=config.qkv_bias, by=By.OUTPUTS)
+        self.output = make(q_size, (config.hidden_size,), bias=config.o_bias, by=By.INPUTS)
         self.q_norm, self.k_norm = self.head_norms(config, dtype, device)
         self.attention = Attention(
             layer_id,
@@ -69,10 +86,13 @@ class LlamaAttention:
 class LlamaMLP:
     """The gated feed-forward part of one layer."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device, comm: Comm = SOLO
+    ) -> None:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = Linear(hidden, (inner, inner), bias=bias, dtype=dtype, device=device)
-        self.down = Linear(inner, (hidden,), bias=bias, dtype=dtype, device=device)
+        make = partial(Linear, bias=bias, dtype=dtype, device=device, comm=comm)
+        self.gate_up = make(hidden, (inner, inner), by=By.OUTPUTS)
+        self.down = make(inner, (hidden,), by=By.INPUTS)
         self.activate = activation(config.activation)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -98,13 +118,20 @@ class LlamaLayer:
     """One decoder layer. Its residual stream is owned by the forward pass and changed in place."""
 
     attention_class: type[LlamaAttention] = LlamaAttention
-    mlp_class: type[LlamaMLP] = LlamaMLP
 
-    def __init__(self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.attention = self.attention_class(config, layer_id, dtype, device)
-        self.mlp = self.mlp_class(config, dtype, device)
+    def __init__(
+        self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device, comm: Comm = SOLO
+    ) -> None:
+        self.attention = self.attention_class(config, layer_id, dtype, device, comm)
+        self.mlp = self.make_mlp(config, layer_id, dtype, device, comm)
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+
+    def make_mlp(
+        self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device, comm: Comm
+    ) -> FeedForward:
+        """Make the feed-forward part of this layer."""
+        return LlamaMLP(config, layer_id, dtype, device, comm)
 
     def __call__(self, x: Tensor, residual: Tensor, angles: Angles, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Run the layer on the output of the one before.
@@ -137,22 +164,25 @@ class LlamaModel:
 
     layer_class: type[LlamaLayer] = LlamaLayer
 
-    def __init__(self, config: ModelConfig, max_seq_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, max_seq_len: int, dtype: torch.dtype, device: torch.device, comm: Comm = SOLO
+    ) -> None:
         """Reserve the model's memory; the weights come afterwards through `targets`.
 
         Args:
-            config: what it is.
+            config: what it is; of several ranks, what this one has of it (`ModelConfig.share`).
             max_seq_len: longest request, for the table of angles.
             dtype: precision of weights and activations.
             device: where it lies.
+            comm: the other ranks.
         """
         self.config, self.dtype, self.device = config, dtype, device
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, device, comm)
         self.rotary = Rotary(config.rope, max_seq_len, device)
-        self.layers = [self.layer_class(config, i, dtype, device) for i in range(config.num_layers)]
+        self.layers = [self.layer_class(config, i, dtype, device, comm) for i in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         tied = self.embedding if config.tied else None
-        self.head = Head(config.vocab_size, config.hidden_size, dtype, device, tied)
+        self.head = Head(config.vocab_size, config.hidden_size, dtype, device, tied, comm)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute one step.

@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint, for benchmarks: the same on every machine."""
+"""Random weights in place of a checkpoint, for benchmarks: the same on every machine with, and without, a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.scheduler.engine.kernels.packed_linear import Int4Groups
-from services.scheduler.engine.layers.weight import Source
+from services.scheduler.engine.layers.weight import Share, Source
 
 _STD: Final = 0.02
 
@@ -26,14 +26,20 @@ class DummySource:
     shape: tuple[int, ...]
     seed: int
 
-    def read(self) -> Tensor:
-        """Draw it."""
+    def read(self, share: Share | None = None) -> Tensor:
+        """Draw it; of a piece, all of it, so that the ranks have pieces of one tensor."""
+        whole = self._draw()
+        return whole if share is None else share.of(whole)
+
+    def _draw(self) -> Tensor:
         if self.name.endswith(".bias"):
             return torch.zeros(self.shape)
         if len(self.shape) == 1:
             return torch.ones(self.shape)
-        return torch.randn(self.shape, generator=torch.Generator().manual_seed(self.seed)) * _STD
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        generator = torch.Generator(device).manual_seed(self.seed)
+        return torch.randn(self.shape, generator=generator, device=device).mul_(_STD)
 
-    def read_int4(self) -> Int4Groups | None:
+    def read_int4(self, share: Share | None = None) -> Int4Groups | None:
         """Dummies have full precision."""
         return None

@@ -4,6 +4,7 @@ Reading and dequantising is the `gguf` package's; this file knows names, the row
 keys, and the one quantisation whose values are also a form to compute with.
 """
 
+import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from services.scheduler.engine.kernels.packed_linear import GROUP, Int4Groups
-from services.scheduler.engine.layers.weight import Source
+from services.scheduler.engine.layers.weight import Share, Source
 from services.scheduler.engine.models.config import ModelConfig
 from shared.errors import ConfigError
 
@@ -82,25 +83,32 @@ class GgufSource:
         """Its shape, outermost first."""
         return tuple(int(size) for size in reversed(self.tensor.shape))
 
-    def read(self) -> Tensor:
-        """Dequantise it, (shape) float32.
+    def read(self, share: Share | None = None) -> Tensor:
+        """Dequantise it, or a piece of it, float32.
 
         Raises:
             ConfigError: the quantisation is not known to the `gguf` package.
         """
         kind = self.tensor.tensor_type
         try:
-            values = gguf.dequantize(self._rows(), kind)
+            values = gguf.dequantize(self._rows(share), kind)
         except NotImplementedError as e:
             raise ConfigError(f"tensor {self.tensor.name!r}: GGUF type {kind.name} cannot be read") from e
-        return torch.from_numpy(np.array(values, dtype=np.float32).reshape(self.shape))
+        found = torch.from_numpy(np.array(values, dtype=np.float32)).reshape(len(values), *self.shape[1:])
+        self.forget()
+        return found if share is None or share.dim == 0 else share.of(found)
 
-    def read_int4(self) -> Int4Groups | None:
+    def read_int4(self, share: Share | None = None) -> Int4Groups | None:
         """Unpack Q4_1 (w = d * q + m in groups of 32); None for every other type."""
         if self.tensor.tensor_type != gguf.GGMLQuantizationType.Q4_1 or len(self.shape) != 2:
             return None
-        rows, columns = self.shape
-        blocks = self._rows().reshape(rows, columns // GROUP, 4 + GROUP // 2)
+        stored = self._rows(share)
+        rows, columns = len(stored), self.shape[1]
+        blocks = stored.reshape(rows, columns // GROUP, 4 + GROUP // 2)
+        if share is not None and share.dim == 1:
+            if share.start % GROUP or share.stop % GROUP:
+                return None
+            blocks, columns = blocks[:, share.start // GROUP : share.stop // GROUP], share.stop - share.start
         pairs = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
         packed = blocks[:, :, 4:]
         q = np.concatenate((packed & 15, packed >> 4), -1).reshape(rows, columns)
@@ -111,13 +119,22 @@ class GgufSource:
             torch.from_numpy(low + 8 * scale),
         )
 
-    def _rows(self) -> np.ndarray:
+    def forget(self) -> None:
+        """Let the system take back the pages of the file that were read."""
+        mapped = getattr(self.tensor.data, "base", None)
+        while mapped is not None and not hasattr(mapped, "madvise"):
+            mapped = getattr(mapped, "base", None) if not hasattr(mapped, "_mmap") else mapped._mmap
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _rows(self, share: Share | None) -> np.ndarray:
         """The stored rows in the models' order. A row is quantised by itself, so rows move as they are."""
         data: np.ndarray = self.tensor.data
+        kept = slice(share.start, share.stop) if share is not None and share.dim == 0 else slice(None)
         if not self.heads:
-            return data
+            return data[kept]
         order = np.arange(len(data)).reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        return data[order]
+        return data[order[kept]]
 
 
 def _rename(name: str) -> str:

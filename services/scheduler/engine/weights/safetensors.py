@@ -10,10 +10,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.scheduler.engine.kernels.packed_linear import Int4Groups
-from services.scheduler.engine.layers.weight import Source
+from services.scheduler.engine.layers.weight import Share, Source
 from shared.errors import ConfigError
 
 _INDEX: Final = "model.safetensors.index.json"
+_MAPPED_BYTES: Final = 64 << 20
 
 
 def open_safetensors(folder: Path) -> Mapping[str, Source]:
@@ -24,12 +25,9 @@ def open_safetensors(folder: Path) -> Mapping[str, Source]:
     """
     sources: dict[str, Source] = {}
     for path in _shards(folder):
-        try:
-            file: Any = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as e:
-            raise ConfigError(f"{path}: not readable as safetensors: {e}") from e
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            sources[name] = SafetensorsSource(file, name)
+        shard = _Shard(path)
+        for name in shard.names():
+            sources[name] = SafetensorsSource(shard, name)
     return sources
 
 
@@ -50,28 +48,63 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+class _Shard:
+    """A file, mapped anew now and then: the pages of a mapping that were read count as memory of this process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._num_read = 0
+
+    def names(self) -> list[str]:
+        """List the tensors in it."""
+        return list(self._open().keys())
+
+    def slice_of(self, name: str) -> Any:
+        """Give what reads pieces of a tensor."""
+        return self._open().get_slice(name)
+
+    def count(self, num_bytes: int) -> None:
+        """Note that so much was read."""
+        self._num_read += num_bytes
+
+    def _open(self) -> Any:
+        if self._file is None or self._num_read > _MAPPED_BYTES:
+            try:
+                self._file = safe_open(self._path, framework="pt")
+            except (OSError, SafetensorError) as e:
+                raise ConfigError(f"{self._path}: not readable as safetensors: {e}") from e
+            self._num_read = 0
+        return self._file
+
+
 @dataclass(frozen=True, slots=True)
 class SafetensorsSource:
     """One tensor of a file.
 
     Attributes:
-        file: the open file.
+        shard: the file.
         name: its name in it.
     """
 
-    file: Any
+    shard: _Shard
     name: str
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(self.file.get_slice(self.name).get_shape())
+        return tuple(self.shard.slice_of(self.name).get_shape())
 
-    def read(self) -> Tensor:
-        """Read it in its own dtype, mapped where possible."""
-        tensor: Tensor = self.file.get_tensor(self.name)
+    def read(self, share: Share | None = None) -> Tensor:
+        """Read it, or a piece of it, in its own dtype."""
+        found = self.shard.slice_of(self.name)
+        index: tuple[slice, ...] = (slice(None),)
+        if share is not None:
+            index = (slice(None),) * share.dim + (slice(share.start, share.stop),)
+        tensor: Tensor = found[index if len(index) > 1 else index[0]]
+        self.shard.count(tensor.nbytes)
         return tensor
 
-    def read_int4(self) -> Int4Groups | None:
+    def read_int4(self, share: Share | None = None) -> Int4Groups | None:
         """These files hold no 4-bit groups."""
         return None

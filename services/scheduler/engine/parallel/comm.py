@@ -1,0 +1,136 @@
+"""What the ranks of a model say to each other while they compute: sums, and pieces put together.
+
+Owns the process group. It is made directly and not the global one of `torch.distributed`, so that a process may
+hold several engines. On CPUs the ranks speak gloo, on GPUs NCCL; the calls are the same.
+"""
+
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from services.scheduler.engine.parallel.state import SOLO_RANK, Ranks
+
+HOST: Final = "127.0.0.1"
+_c10d: Final[Any] = torch.distributed  # its stubs leave out what is used here
+_JOIN_TIMEOUT: Final = timedelta(seconds=300)
+"""Ranks load their weights at their own pace before they first wait for each other."""
+
+
+class Comm(Protocol):
+    """The calls every rank makes in the same order."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who this is."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add up a tensor over the ranks; it may be changed in place."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Put the pieces of the ranks together along the last dimension."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Give every rank the tensor of rank 0, in place."""
+        ...
+
+    def least(self, value: int) -> int:
+        """Find the smallest of a number that each rank has."""
+        ...
+
+
+class SoloComm:
+    """Of a process that has a model to itself."""
+
+    ranks = SOLO_RANK
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Give it back."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Give it back."""
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Give it back."""
+        return x
+
+    def least(self, value: int) -> int:
+        """Give it back."""
+        return value
+
+
+SOLO: Final = SoloComm()
+
+
+class GroupComm:
+    """Of one rank among several.
+
+    Args:
+        ranks: who this is.
+        store: from `open_store` or `join_store`.
+        device: where its tensors lie.
+    """
+
+    def __init__(self, ranks: Ranks, store: Any, device: torch.device) -> None:
+        self.ranks = ranks
+        self._device = device
+        self._store = store  # it must outlive the group
+        self._group = _make_group(ranks, store, device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        x = x.contiguous()
+        pieces = [torch.empty_like(x) for _ in range(self.ranks.size)]
+        self._group.allgather([pieces], [x]).wait()
+        return torch.cat(pieces, -1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        self._group.broadcast([x], _from_rank_0()).wait()
+        return x
+
+    def least(self, value: int) -> int:
+        """See `Comm`."""
+        own = torch.tensor([-value], dtype=torch.int64, device=self._device)
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = _c10d.ReduceOp.MAX
+        self._group.allreduce([own], options).wait()
+        return -int(own)
+
+
+def open_store(size: int) -> Any:
+    """Make the place where ranks find each other, on a free port (`.port`); for rank 0."""
+    return _c10d.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False, timeout=_JOIN_TIMEOUT)
+
+
+def join_store(port: int, size: int) -> Any:
+    """Find that place; for the other ranks."""
+    return _c10d.TCPStore(HOST, port, size, is_master=False, wait_for_workers=False, timeout=_JOIN_TIMEOUT)
+
+
+def _make_group(ranks: Ranks, store: Any, device: torch.device) -> Any:
+    if device.type == "cuda":
+        return _c10d.ProcessGroupNCCL(store, ranks.rank, ranks.size, _c10d.ProcessGroupNCCL.Options())
+    options: Any = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = _JOIN_TIMEOUT
+    return _c10d.ProcessGroupGloo(store, ranks.rank, ranks.size, options)
+
+
+def _from_rank_0() -> Any:
+    options: Any = _c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options
