@@ -1,4 +1,4 @@
-"""Entry of the launcher: `python -m services.launcher [serve | dead] [flags]`; a call without a command serves."""
+"""Entry of the launcher: `python -m services.launcher [serve | shell | dead] [flags]`; a bare call serves."""
 
 import os
 import shlex
@@ -6,18 +6,17 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from services.launcher import dead
+from services.launcher import dead, shell
 from services.launcher.defaults import Plan, model_variables, plan
+from services.launcher.joining import GIVEN_BROKER, redis_url, running_broker
 from services.launcher.redis_server import own_redis
-from services.launcher.run_files import RunFiles, read_ports
+from services.launcher.run_files import RunFiles
 from services.launcher.settings import LauncherSettings, parse
 from services.launcher.supervisor import Supervisor, say
-from shared.errors import BrokerError, ConfigError
+from shared.errors import BrokerError, ConfigError, Unavailable
 from shared.settings import load
 
 EXIT_BAD_SETTING: Final = 2
-GIVEN_BROKER: Final = {"redis_url", "redis_username", "redis_password", "redis_password_file", "redis_ca_file"}
-"""Any of these says that the user has a broker; the launcher then starts none."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,12 +25,17 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(variables)
     try:
         settings = load(LauncherSettings)
-        return dead.run(running_broker(settings), args) if args.command == "dead" else serve(settings)
+        if args.command == "dead":
+            return dead.run(running_broker(settings), args)
+        return talk(settings, argv[1:]) if args.command == "shell" else serve(settings)
     except ConfigError as e:
         say(str(e))
         return EXIT_BAD_SETTING
     except BrokerError as e:
         say(f"the broker cannot be used: {e}")
+        return 1
+    except Unavailable as e:
+        say(str(e))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -58,21 +62,20 @@ def serve(settings: LauncherSettings) -> int:
         files.close()
 
 
-def running_broker(settings: LauncherSettings) -> LauncherSettings:
-    """Give settings that reach the Redis of a launcher that runs in the same folder, unless a broker is given."""
-    port = read_ports(settings.run_dir).get("redis")
-    if port is None or settings.model_fields_set & GIVEN_BROKER:
-        return settings
-    return load(LauncherSettings, {"redis_url": redis_url(port)})
-
-
-def redis_url(port: int) -> str:
-    """Give the URL of the launcher's own Redis."""
-    return f"redis://127.0.0.1:{port}/0"
+def talk(settings: LauncherSettings, flags: Sequence[str]) -> int:
+    """Talk to the services that run, or to some that run as long as the conversation."""
+    joined = running_broker(settings)
+    joins = joined is not settings or bool(settings.model_fields_set & GIVEN_BROKER)
+    os.environ.update(model_variables(os.environ))
+    named = load(LauncherSettings, {"redis_url": joined.redis_url} if joins else None)
+    return shell.run(named, joins=joins, flags=list(flags))
 
 
 def announce(launch: Plan) -> None:
     """Print where the service is, and a line to try it."""
+    if not launch.base_url:
+        print(f"Millrace is ready without HTTP (model {launch.model})", flush=True)
+        return
     body = (
         f'{{"model": "{launch.model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     )

@@ -41,7 +41,7 @@ class Plan:
 
     Attributes:
         specs: of the four services, in any order.
-        base_url: of the first api replica, with `/v1`.
+        base_url: of the first api replica, with `/v1`; empty without one.
         model: what clients call it.
         has_keys: whether clients need a key.
     """
@@ -112,7 +112,7 @@ def plan(settings: LauncherSettings, environ: Mapping[str, str]) -> Plan:
             specs.append(_spec(role, number, {**inherited, **threads, **own}, reachable(health_host), port))
     return Plan(
         specs,
-        base_url=f"http://{reachable(api_host)}:{specs[0].port}/v1",
+        base_url=f"http://{reachable(api_host)}:{specs[0].port}/v1" if settings.apis else "",
         model=api.served_model_name,
         has_keys=bool(api.api_keys or api.api_keys_file),
     )

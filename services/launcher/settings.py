@@ -26,14 +26,14 @@ class LauncherSettings(ServiceSettings):
     """What the launcher alone decides: how many of each service, and where their traces go.
 
     Attributes:
-        apis: api replicas, on PORT, PORT+1, ...
+        apis: api replicas, on PORT, PORT+1, ...; 0 leaves HTTP out.
         tokenizers: tokenizer instances.
         schedulers: engines; each loads the model.
         detokenizers: detokenizer instances.
         run_dir: folder of process ids, ports and the data of its own Redis.
     """
 
-    apis: int = Field(default=1, ge=1, le=64)
+    apis: int = Field(default=1, ge=0, le=64)
     tokenizers: int = Field(default=1, ge=1, le=64)
     schedulers: int = Field(default=1, ge=1, le=64)
     detokenizers: int = Field(default=1, ge=1, le=64)
@@ -65,30 +65,47 @@ class Flag(NamedTuple):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of `serve` and `dead`. Flags that were not given do not appear in its result."""
+    """Make the parser of all commands. Flags that were not given do not appear in its result."""
     parser = argparse.ArgumentParser(
         prog="python -m services.launcher", description="Run Millrace without containers.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | dead")
-    serve = commands.add_parser(
-        "serve",
-        help="run all services (what a call without a command does)",
-        usage="%(prog)s [--flag value ...]",
-        description="Run all services. Each flag is also a variable: --max-seq-len is MILLRACE_MAX_SEQ_LEN.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | shell | dead")
+    _add_flags(
+        commands.add_parser(
+            "serve",
+            help="run all services (what a call without a command does)",
+            usage="%(prog)s [--flag value ...]",
+            description="Run all services. Each flag is also a variable: --max-seq-len is MILLRACE_MAX_SEQ_LEN.",
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
     )
+    _add_flags(
+        commands.add_parser(
+            "shell",
+            help="talk to the model in this terminal, without HTTP",
+            usage="%(prog)s [--flag value ...]",
+            description="Talk to the model. It joins services that run already, or starts its own with one request "
+            "slot; the flags are those of `serve`.",
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+    )
+    _add_dead(commands)
+    return parser
+
+
+def _add_flags(command: argparse.ArgumentParser) -> None:
+    """Add a flag for every setting."""
     for name, flag in settings_fields().items():
         if name in _PER_INSTANCE:
             continue
         flags = (f"--{name.replace('_', '-')}", *_ALIASES.get(name, ()))
-        group, text = _group(serve, flag.owner), flag.text.replace("%", "%%")
+        group, text = _group(command, flag.owner), flag.text.replace("%", "%%")
         if flag.annotation is bool:
             group.add_argument(*flags, dest=name, action="store_const", const="true", help=text)
         else:
             group.add_argument(*flags, dest=name, metavar=_metavar(flag.annotation), help=text)
-    _add_dead(commands)
-    return parser
 
 
 def _add_dead(commands: Any) -> None:
@@ -112,7 +129,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
 
     A call without a command serves. Ends the process, naming the flag, when one is unknown.
     """
-    commands = {"serve", "dead", "-h", "--help"}
+    commands = {"serve", "shell", "dead", "-h", "--help"}
     args = build_parser().parse_args(argv if argv and argv[0] in commands else ["serve", *argv])
     given = {key: value for key, value in vars(args).items() if key not in ("command", "action", "id")}
     return args, {ENV_PREFIX + key.upper(): str(value) for key, value in given.items()}

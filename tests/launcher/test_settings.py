@@ -96,7 +96,7 @@ def test_promised_flags_are_there(flag: str) -> None:
     assert flag.replace("-", "_") in settings_fields()
 
 
-@pytest.mark.parametrize("argv", [["--nonsense", "3"], ["shell"], ["serve", "--reasoning-parser", "x"], ["--por", "1"]])
+@pytest.mark.parametrize("argv", [["--nonsense", "3"], ["sell"], ["serve", "--reasoning-parser", "x"], ["--por", "1"]])
 def test_what_is_not_there_is_refused_by_name(argv: list[str]) -> None:
     done = launcher(*argv)
     assert done.returncode == 2
@@ -107,7 +107,7 @@ def test_what_is_not_there_is_refused_by_name(argv: list[str]) -> None:
     ("argv", "env", "word"),
     [
         (["--dtype", "float31"], {}, "MILLRACE_DTYPE"),
-        (["--apis", "0"], {}, "MILLRACE_APIS"),
+        (["--apis", "65"], {}, "MILLRACE_APIS"),
         ([], {"MILLRACE_PORT": "99999"}, "MILLRACE_PORT"),
         ([], {"MILLRACE_REDIS_URL": "http://x"}, "MILLRACE_REDIS_URL"),
         (["--model", "/no/such/folder"], {}, "MILLRACE_MODEL"),
