@@ -16,6 +16,7 @@ import httpx
 import psutil
 import redis
 
+from services.launcher.processes import before_exec
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,6 +40,7 @@ class Stack:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log"
         clean = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")}
+        parent = os.getpid()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -58,6 +60,7 @@ class Stack:
                 cwd=ROOT,
                 env={**clean, **(env or {})},
                 start_new_session=True,
+                preexec_fn=lambda: before_exec(parent),
             )
         self.announced = self._read_announcement()
         self.url = self.announced[0].split()[3].removesuffix("/v1")

@@ -76,9 +76,10 @@ def test_streams_survive_the_death_of_a_service(
 @pytest.mark.slow
 def test_a_request_that_waits_for_its_whole_answer_survives_too(real: Stack, undisturbed: list[str]) -> None:
     real.wait_ready()
+    drawn = real.metric("scheduler-0", "millrace_generated_tokens_total")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(real.complete, PROMPTS[0], max_tokens=NUM_TOKENS, logit_bias=LONG)
-        eventually(lambda: real.running() == 1, "it runs")
+        eventually(lambda: real.metric("scheduler-0", "millrace_generated_tokens_total") > drawn + 9, "it runs")
         real.kill("scheduler-0")
         assert answer.result(90)["choices"][0]["text"] == undisturbed[0]
     real.wait_ready()
