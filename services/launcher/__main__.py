@@ -1,5 +1,6 @@
 """Entry of the launcher: `python -m services.launcher [serve | shell | dead] [flags]`; a bare call serves."""
 
+import json
 import os
 import shlex
 import sys
@@ -76,9 +77,8 @@ def announce(launch: Plan) -> None:
     if not launch.base_url:
         print(f"Millrace is ready without HTTP (model {launch.model})", flush=True)
         return
-    body = (
-        f'{{"model": "{launch.model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-    )
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": launch.model, "messages": [message], "temperature": 0, "max_tokens": 64})
     key = '-H "Authorization: Bearer YOUR_KEY" ' if launch.has_keys else ""
     print(f"Millrace is ready: {launch.base_url} (model {launch.model})")
     print(f"curl {launch.base_url}/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}")
