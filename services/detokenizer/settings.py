@@ -18,4 +18,4 @@ class DetokenizerSettings(ModelSettings):
     health_port: int = Field(default=9103, ge=0, le=65535)
     read_steps: int = Field(default=64, ge=1, le=1000)
     max_replies: int = Field(default=20_000, ge=1)
-    idle_reply: float = Field(default=60.0, ge=1.0)
+    idle_reply: float = Field(default=20.0, ge=1.0)

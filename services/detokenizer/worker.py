@@ -147,6 +147,8 @@ class Detokenizer:
         )
         if mine != list(self._positions):
             log.info("reading token streams %s", mine)
+            if not set(self._positions) <= set(mine):
+                self._speaker.forget_all()  # others go on with some of these replies, and nobody would say so
             self._positions = {shard: self._positions.get(shard, FIRST) for shard in mine}
             self._metrics.shards.set(len(mine))
 

@@ -1,10 +1,8 @@
 """Run one tokenizer from its `MILLRACE_*` settings: `python -m services.tokenizer`."""
 
-import sys
-
 from services.tokenizer.service import TokenizerService
 from services.tokenizer.settings import TokenizerSettings
-from shared.runtime import main
+from shared.runtime import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main("tokenizer", TokenizerSettings, TokenizerService, watch=["scheduler"]))
+    leave(main("tokenizer", TokenizerSettings, TokenizerService, watch=["scheduler"]))

@@ -5,7 +5,7 @@ import threading
 
 from shared.errors import ConfigError
 from shared.messages import Heartbeat
-from shared.runtime import Life, main
+from shared.runtime import Life, leave, main
 from shared.settings import ServiceSettings
 
 
@@ -51,4 +51,4 @@ class Script:
 
 if __name__ == "__main__":
     mode = sys.argv[1]
-    sys.exit(main("tokenizer", ServiceSettings, lambda _: Script(mode), stuck_after_s=lambda _: 1.0, beat_s=0.05))
+    leave(main("tokenizer", ServiceSettings, lambda _: Script(mode), stuck_after_s=lambda _: 1.0, beat_s=0.05))
