@@ -15,7 +15,8 @@ import torch
 
 from services.scheduler.core.batch import FROM_DEVICE, Batch, SlotSetup
 from services.scheduler.engine.device import describe_processor
-from services.scheduler.engine.engine import EngineConfig, LocalEngine, build_engine
+from services.scheduler.engine.engine import EngineConfig, build_engine
+from services.scheduler.engine.local import LocalEngine
 from shared.model_files import EMBEDDED_NAME, locate
 from shared.sampling import SamplingParams
 

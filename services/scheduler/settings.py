@@ -29,7 +29,7 @@ class SchedulerSettings(ModelSettings):
         dtype: `auto` is the checkpoint's; on a CPU bfloat16 where the processor is made for it, else float32.
         load_format: `dummy` draws random weights, for benchmarks.
         tensor_parallel_size: GPUs (or, on a CPU, processes) that share one model.
-        page_size: tokens per KV page.
+        page_size: tokens per KV page, unset is chosen by the device.
         num_pages: KV pages; unset takes what fits the memory.
         memory_ratio: share of a GPU's memory for weights and KV pages together.
         max_running_requests: requests that have a slot at one time.
@@ -60,7 +60,7 @@ class SchedulerSettings(ModelSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    page_size: int = Field(default=16, ge=1, le=1024)
+    page_size: int | None = Field(default=None, ge=1, le=1024)
     num_pages: int | None = Field(default=None, ge=2)
     memory_ratio: float = Field(default=0.9, gt=0.0, le=1.0)
     max_running_requests: int = Field(default=64, ge=1, le=4096)
@@ -86,7 +86,7 @@ class SchedulerSettings(ModelSettings):
     @field_validator("attention_backend")
     @classmethod
     def _backend_names(cls, value: str) -> str:
-        known = {"auto", "torch", "flashinfer"}
+        known = {"auto", "torch", "triton"}
         names = value.split(",")
         if len(names) > 2 or not set(names) <= known:
             raise ValueError(f"one of {', '.join(sorted(known))}, or two of them: prefill,decode")

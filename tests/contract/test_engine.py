@@ -12,7 +12,7 @@ import torch
 
 from services.scheduler.core.batch import SlotSetup
 from services.scheduler.core.ports import Engine
-from services.scheduler.engine.engine import LocalEngine
+from services.scheduler.engine.local import LocalEngine
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from shared.sampling import SamplingParams
 from tests.engine.conftest import TINY, VOCAB, write_checkpoint

@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from services.scheduler.engine.engine import EngineConfig, LocalEngine, build_engine
+from services.scheduler.engine.engine import EngineConfig, build_engine
+from services.scheduler.engine.local import LocalEngine
 from shared.model_files import EMBEDDED_NAME, locate
 
 VOCAB = 320
@@ -36,12 +37,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-plain": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }
 
 

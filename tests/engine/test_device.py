@@ -5,7 +5,7 @@ import torch
 
 from services.scheduler.engine import device
 from services.scheduler.engine.device import available_cores, pick_device, pick_dtype, set_threads
-from services.scheduler.engine.memory import CPU_DEFAULT_TOKENS, plan_pages
+from services.scheduler.engine.memory import CPU_DEFAULT_TOKENS, PoolRequest, plan_pages
 from services.scheduler.engine.models.config import read_config
 from shared.errors import ConfigError
 from shared.model_files import EMBEDDED_NAME, locate
@@ -62,9 +62,9 @@ def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
 def pages(**changes: object) -> int:
     options = {
         "dtype": torch.bfloat16, "device": CPU, "page_size": 16, "max_seq_len": 8192,
-        "num_pages": None, "kv_bytes": None, "memory_ratio": 0.9,
     } | changes  # fmt: skip
-    return plan_pages(read_config(locate(EMBEDDED_NAME).config), **options)  # type: ignore[arg-type]
+    pool = PoolRequest(options.pop("num_pages", None), options.pop("kv_bytes", None))  # type: ignore[arg-type]
+    return plan_pages(read_config(locate(EMBEDDED_NAME).config), pool, **options)  # type: ignore[arg-type]
 
 
 def test_pages_from_a_budget() -> None:

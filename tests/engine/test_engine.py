@@ -9,7 +9,7 @@ import torch
 
 from services.scheduler.core.batch import SlotSetup
 from services.scheduler.core.ports import EngineFault
-from services.scheduler.engine.engine import LocalEngine, LocalStep
+from services.scheduler.engine.local import LocalEngine, LocalStep
 from shared.model_files import EMBEDDED_NAME, locate
 from shared.sampling import SamplingParams
 from shared.vocab import load_vocabulary

@@ -1,6 +1,7 @@
 """Checkpoints that are whole, and those that are not."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.scheduler.engine.engine import EngineConfig, LocalEngine, build_engine
+from services.scheduler.engine.engine import EngineConfig, build_engine
+from services.scheduler.engine.local import LocalEngine
 from services.scheduler.engine.models.config import read_config
 from services.scheduler.engine.weights.gguf import open_gguf
 from shared.errors import ConfigError
@@ -103,41 +105,80 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, build: Build) -> 
         build(folder)
 
 
-def write_gguf(path: Path, folder: Path) -> Path:
-    """The llama checkpoint of a folder as a GGUF, its queries and keys interleaved as llama.cpp does."""
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate.": "ffn_gate_inp.",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def write_gguf(path: Path, folder: Path, arch: str = "llama") -> Path:
+    """A checkpoint of a folder as a GGUF: queries and keys of Llama interleaved, experts stacked, as llama.cpp does."""
     tensors = load_file(folder / "model.safetensors")
-    writer = gguf.GGUFWriter(path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(SHAPE["max_position_embeddings"])
     writer.add_embedding_length(SHAPE["hidden_size"])
     writer.add_block_count(SHAPE["num_hidden_layers"])
     writer.add_feed_forward_length(SHAPE["intermediate_size"])
-    writer.add_head_count(SHAPE["num_attention_heads"])
-    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(config.get("head_dim") or SHAPE["hidden_size"] // heads)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(SHAPE["vocab_size"])])
     writer.add_eos_token_id(2)
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if num_experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         values = tensor.float().numpy()
-        for part, heads in (("q_proj", SHAPE["num_attention_heads"]), ("k_proj", SHAPE["num_key_value_heads"])):
-            if part in name:
-                values = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name and arch == "llama":
+                values = values.reshape(count, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         new = name.replace("model.layers.", "blk.")
-        for old, short in names.items():
+        if expert := re.fullmatch(r"(blk\.\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", new):
+            stacks.setdefault(f"{expert[1]}.ffn_{expert[3]}_exps.weight", {})[int(expert[2])] = values
+            continue
+        for old, short in GGUF_NAMES.items():
             new = new.replace(old, short)
         writer.add_tensor(new, np.ascontiguousarray(values))
+    for name, experts in stacks.items():
+        writer.add_tensor(name, np.stack([experts[i] for i in range(len(experts))]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "changes"),
+    [
+        ("mistral", "llama", {"rms_norm_eps": 1e-6}),
+        ("qwen2", "qwen2", {}),
+        ("qwen3", "qwen3", {}),
+        ("qwen3-moe", "qwen3moe", {"mlp_only_layers": []}),
+    ],
+)
+def test_gguf_of_every_family_equals_safetensors(
+    family: str, arch: str, changes: dict[str, object], tmp_path: Path, build: Build
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    folder = write_checkpoint(tmp_path / "folder", family, rope_parameters=rope, **changes)
+    found = Driver(build(write_gguf(tmp_path / "model.gguf", folder, arch))).run(PROMPTS[3:], 6)
+    expected = Driver(build(folder)).run(PROMPTS[3:], 6)
+    assert [seq.output for seq in found] == [seq.output for seq in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

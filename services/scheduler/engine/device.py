@@ -83,6 +83,11 @@ def available_cores() -> int:
         return cores
 
 
+def available_threads() -> int:
+    """Give torch's own choice of threads (OMP_NUM_THREADS, or the physical cores) within what this process may use."""
+    return min(torch.get_num_threads(), available_cores())
+
+
 def set_threads(count: int | None) -> int:
     """Fix the threads of one CPU operation for the calling thread and those after it.
 
@@ -95,6 +100,6 @@ def set_threads(count: int | None) -> int:
     Returns:
         The count in use.
     """
-    threads = count or min(torch.get_num_threads(), available_cores())
+    threads = count or available_threads()
     torch.set_num_threads(threads)
     return threads

@@ -1,10 +1,30 @@
 """The paged KV pool: tensors by layer and page. Who owns a page is scheduling's business."""
 
 import math
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class ModelSizes(Protocol):
+    """What the pool depends on of a model."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with keys and values."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        ...
 
 
 class KVCache:
@@ -43,6 +63,21 @@ class KVCache:
         self._page_rows = [self._pool[i].view(2, -1, page_size * head_dim) for i in range(num_layers)]
         self._stores = [(rows[0], rows[1]) for rows in self._token_rows]
         self._reads = [(rows[0], rows[1]) for rows in self._page_rows]
+
+    @classmethod
+    def for_model(
+        cls, model: ModelSizes, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVCache":
+        """Make the pool of a model."""
+        return cls(
+            num_layers=model.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+            device=device,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,6 @@
 """How many KV pages there are: a budget in bytes, divided by the size of a page."""
 
+from dataclasses import dataclass
 from typing import Final
 
 import psutil
@@ -16,28 +17,41 @@ _CPU_MEMORY_SHARE: Final = 0.25
 _MIN_PAGES: Final = 2
 
 
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """How large the pool is to be, by the first that is given.
+
+    Attributes:
+        num_pages: the answer itself.
+        kv_bytes: a budget in bytes.
+        memory_ratio: share of a GPU's memory for weights, pool and everything else together.
+    """
+
+    num_pages: int | None = None
+    kv_bytes: int | None = None
+    memory_ratio: float = 0.9
+
+
 def plan_pages(
     model: ModelConfig,
+    pool: PoolRequest,
     *,
     dtype: torch.dtype,
     device: torch.device,
     page_size: int,
     max_seq_len: int,
-    num_pages: int | None,
-    kv_bytes: int | None,
-    memory_ratio: float,
+    reserve: int = 0,
 ) -> int:
     """Decide the size of the pool. To be called when the weights are in memory.
 
     Args:
         model: gives the size of a token's keys and values.
+        pool: what was asked for.
         dtype: precision of the pool.
         device: where it lies.
         page_size: tokens per page.
         max_seq_len: tokens of the longest request.
-        num_pages: the answer, when it is given.
-        kv_bytes: budget in bytes, when it is given.
-        memory_ratio: share of a GPU's memory for weights and pool together.
+        reserve: bytes of a GPU that others will still need.
 
     Returns:
         The number of pages.
@@ -46,21 +60,22 @@ def plan_pages(
         ConfigError: the budget holds no request.
     """
     page_bytes = bytes_per_page(model.num_layers, page_size, model.num_kv_heads, model.head_dim, dtype)
+    num_pages, kv_bytes = pool.num_pages, pool.kv_bytes
     if num_pages is None:
-        if kv_bytes is None:
-            kv_bytes = _default_bytes(device, page_bytes, page_size, max_seq_len, memory_ratio)
+        if kv_bytes is None and device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            kv_bytes = max(0, int(free - (1 - pool.memory_ratio) * total) - reserve)
+        elif kv_bytes is None:
+            kv_bytes = _default_bytes(page_bytes, page_size, max_seq_len)
         num_pages = kv_bytes // page_bytes
     if num_pages < _MIN_PAGES:
         raise ConfigError(
             f"the KV cache would have {num_pages} pages of {page_size} tokens ({page_bytes} bytes each), "
-            f"{_MIN_PAGES} are needed; give it more memory or more pages"
+            f"{_MIN_PAGES} are needed; give it more memory or more pages, or lower max_running and max_step_tokens"
         )
     return num_pages
 
 
-def _default_bytes(device: torch.device, page_bytes: int, page_size: int, max_seq_len: int, memory_ratio: float) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - memory_ratio) * total)
+def _default_bytes(page_bytes: int, page_size: int, max_seq_len: int) -> int:
     wanted = -(-max(CPU_DEFAULT_TOKENS, max_seq_len) // page_size) * page_bytes
     return min(wanted, int(psutil.virtual_memory().available * _CPU_MEMORY_SHARE))

@@ -197,7 +197,12 @@ def score_tokens(
 
 
 def uniforms(seeds: Uint64, indices: IntArray) -> npt.NDArray[np.float64]:
-    """Make one number in [0, 1) per (seed, index), the same everywhere and for ever.
+    """Make one number in [0, 1) per (seed, index), the same everywhere and for ever; arguments as of `draw_keys`."""
+    return (draw_keys(seeds, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_keys(seeds: Uint64, indices: IntArray) -> Uint64:
+    """Make one well mixed number per (seed, index).
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), over the hashed seed plus a counter.
 
@@ -206,8 +211,7 @@ def uniforms(seeds: Uint64, indices: IntArray) -> npt.NDArray[np.float64]:
         indices: (n,) 1-based indices of the tokens.
     """
     keyed = _mix(seeds + np.uint64(0x9E3779B97F4A7C15))
-    mixed = _mix(_mix(keyed + indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ keyed)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _mix(_mix(keyed + indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ keyed)
 
 
 def _mix(x: Uint64) -> Uint64:

@@ -22,7 +22,7 @@ def interpret(code: str) -> None:
 
 ATTENTION = """
 import math, torch, numpy as np
-from services.scheduler.engine.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention, plan_decode
+from services.scheduler.engine.kernels.decode_attention import *
 from services.scheduler.engine.kernels.prefill_attention import list_tiles, prefill_attention
 kv, dim, page = 2, 64, 16
 k, v = torch.randn(2, 100, kv, page, dim)

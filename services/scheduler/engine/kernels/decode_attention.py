@@ -165,13 +165,13 @@ def _decode_kernel(
             base = page * stride_page + head * stride_head + (pos % PAGE) * DIM
             k = tl.load(k_cache + base[:, None] + d[None, :], mask=live[:, None], other=0.0)
             v = tl.load(v_cache + base[:, None] + d[None, :], mask=live[:, None], other=0.0)
-            score = tl.dot(query, tl.trans(k)) * scale
+            score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
             score = tl.where(live[None, :], score, -float("inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             weight = tl.exp2(score - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             mass = mass * shrink + tl.sum(weight, 1)
-            acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
+            acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
             top = new_top
         heads = g < GROUP
         out_at = out + row * stride_out + qo[:, None] * DIM + d[None, :]

@@ -39,8 +39,7 @@ def _search(base, vocab, top, factor, floor_key, wanted, WEIGH: tl.constexpr, BI
     i = tl.arange(0, BLOCK)
     found = floor_key * 0
     for digit in tl.static_range(BITS // 2):
-        SHIFT: tl.constexpr = BITS - 2 - 2 * digit
-        step = (floor_key * 0 + 1) << SHIFT
+        step = (floor_key * 0 + 1) << (BITS - 2 - 2 * digit)
         sum1 = tl.zeros((BLOCK,), tl.float32)
         sum2 = tl.zeros((BLOCK,), tl.float32)
         sum3 = tl.zeros((BLOCK,), tl.float32)

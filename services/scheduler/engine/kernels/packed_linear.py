@@ -9,6 +9,8 @@ missing or wrong.
 The two packed forms round differently, so which one a token goes through must not hang on what else is in the step,
 or on how much of a prompt was cached: tokens of prompts always take the wide form, tokens of decode rows take the
 narrow one as long as those rows are few. Within a form a token's result does not depend on the tokens beside it.
+Between the forms it differs by the rounding of each weight to bfloat16: the wide form is made from the narrow one's
+weights.
 """
 
 from collections.abc import Callable
@@ -46,6 +48,11 @@ class Int4Groups:
     scale: Tensor
     zero: Tensor
 
+    def values(self) -> Tensor:
+        """(out, in) float32: the weights as the narrow form computes with them, its scales and zeros in bfloat16."""
+        scale, zero = (part.to(torch.bfloat16).float().repeat_interleave(GROUP, 1) for part in (self.scale, self.zero))
+        return (self.q.float() - 8) * scale + zero
+
 
 def plain(weight: Tensor, bias: Tensor | None) -> Product:
     """The reference: no copy, exact in float32."""
@@ -62,10 +69,10 @@ def pack(weight: Tensor, bias: Tensor | None, int4: Int4Groups | None = None) ->
     """
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not has_reordered():
         return plain(weight, bias)
-    wide = _reordered(weight, bias)
     if int4 is None or bias is not None or not has_int4() or weight.shape[0] % 16 or weight.shape[1] % GROUP:
+        wide = _reordered(weight, bias)
         return lambda x, _: wide(x)
-    return _by_kind(_int4(int4), wide)
+    return _by_kind(_int4(int4), _reordered(int4.values().to(weight.dtype), None))
 
 
 def _by_kind(narrow: _Form, wide: _Form) -> Product:

@@ -79,14 +79,14 @@ def _prefill_kernel(
         else:
             base = tl.load(table + (at + t) // PAGE).to(tl.int64) * stride_page + ((at + t) % PAGE) * DIM
         k = tl.load(keys + base[:, None] + d[None, :])
-        score = tl.dot(query, tl.trans(k)) * scale
+        score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
         new_top = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         mass = mass * shrink + tl.sum(weight, 1)
         v = tl.load(values + base[:, None] + d[None, :])
         acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(v.dtype), v, acc)
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
     for at in range(whole, end, BLOCK):
         pos = at + t
@@ -96,7 +96,7 @@ def _prefill_kernel(
         seen = (pos[None, :] <= seen_from[:, None]) & live[None, :]
         if WINDOW > 0:
             seen = seen & (pos[None, :] > seen_from[:, None] - WINDOW)
-        score = tl.where(seen, tl.dot(query, tl.trans(k)) * scale, -float("inf"))
+        score = tl.where(seen, tl.dot(query, tl.trans(k), input_precision="ieee") * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         # A token that sees nothing yet has no maximum; subtracting 0 keeps its weights at 0.
         safe = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -105,7 +105,7 @@ def _prefill_kernel(
         mass = mass * shrink + tl.sum(weight, 1)
         v = tl.load(values + base[:, None] + d[None, :], mask=live[:, None], other=0.0)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(v.dtype), v, acc)
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
     at_out = out + token[:, None] * stride_out + head * DIM + d[None, :]
     tl.store(at_out, (acc / mass[:, None]).to(out.dtype.element_ty), mask=here[:, None])
@@ -114,7 +114,7 @@ def _prefill_kernel(
 def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
     lengths: torch.Tensor, offsets: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, scale: float, window: int | None = None,
-    *, warps: int = 8, stages: int = 3,
+    *, warps: int = 8, stages: int | None = None,
 ) -> None:  # fmt: skip
     """Attend with the chunks of some rows, each token to those before it and itself.
 
@@ -132,10 +132,12 @@ def prefill_attention(
         scale: factor on the scores before the softmax.
         window: tokens a token sees, itself included; None for all.
         warps: per program.
-        stages: of the software pipeline.
+        stages: of the software pipeline; None takes what the memory of a multiprocessor allows.
     """
     num_qo, dim = q.shape[1], q.shape[2]
     num_kv, page = k_cache.shape[1], k_cache.shape[2]
+    if stages is None:
+        stages = 3 if q.dtype.itemsize * dim <= 256 else 1
     _prefill_kernel[(num_qo, tiles.shape[0])](
         q, k_cache, v_cache, out, page_table, slots, starts, lengths, offsets, tiles,
         scale * LOG2_E, q.stride(0), k_cache.stride(0), k_cache.stride(1), page_table.stride(0), out.stride(0),

@@ -97,6 +97,7 @@ class Weight:
         dtype: torch.dtype,
         device: torch.device,
         split: Split | None = None,
+        memory: Tensor | None = None,
     ) -> None:
         """Reserve the memory.
 
@@ -106,11 +107,12 @@ class Weight:
             dtype: what the values are converted to.
             device: where it lies.
             split: how ranks share it; None when each has all of it.
+            memory: where it is to lie; None reserves it.
         """
         self.parts = parts
         self.rest = rest
         self.split = split
-        self.tensor = torch.empty((sum(parts), *rest), dtype=dtype, device=device)
+        self.tensor = torch.empty((sum(parts), *rest), dtype=dtype, device=device) if memory is None else memory
 
     def part_shape(self, part: int) -> tuple[int, ...]:
         """The shape of one part in the checkpoint."""

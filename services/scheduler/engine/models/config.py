@@ -23,6 +23,11 @@ class ModelConfig:
         tied: the head is the embedding.
         windows: per layer, tokens a position sees, or None for all.
         dtype: the checkpoint's precision by name, or None.
+        num_experts: of a layer that has experts; 0 when none has.
+        experts_per_token: to which a token goes.
+        expert_size: inner numbers of an expert.
+        normalise_experts: the weights of a token's experts add up to one.
+        dense_layers: layers without experts, in a model with experts.
     """
 
     architecture: str
@@ -43,6 +48,11 @@ class ModelConfig:
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
     dtype: str | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalise_experts: bool = False
+    dense_layers: tuple[int, ...] = ()
 
     def window(self, layer_id: int) -> int | None:
         """Tokens a position of that layer sees, or None for all."""
@@ -56,11 +66,14 @@ class ModelConfig:
         """
         if ranks.size == 1:
             return self
+        has_dense = not self.num_experts or self.dense_layers
+        inner, experts = self.intermediate_size, self.expert_size
         return replace(
             self,
             num_qo_heads=ranks.piece(self.num_qo_heads, "query heads (num_attention_heads)"),
             num_kv_heads=ranks.piece(self.num_kv_heads, "key-value heads (num_key_value_heads)"),
-            intermediate_size=ranks.piece(self.intermediate_size, "inner numbers (intermediate_size)"),
+            intermediate_size=ranks.piece(inner, "inner numbers (intermediate_size)") if has_dense else inner,
+            expert_size=ranks.piece(experts, "inner numbers of an expert (moe_intermediate_size)") if experts else 0,
         )
 
 
@@ -102,7 +115,27 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=bool(raw.get("mlp_bias", False)),
         windows=_read_windows(raw, num_layers),
         dtype=_read_dtype(raw),
+        **_read_experts(raw, num_layers),
     )
+
+
+def _read_experts(raw: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields about experts; empty when the model has none."""
+    if not (raw.get("num_experts") or raw.get("num_local_experts")):
+        return {}
+    num_experts = _count(raw, "num_experts" if raw.get("num_experts") else "num_local_experts")
+    per_token = _count(raw, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ConfigError(f"config.json: num_experts_per_tok is {per_token}, there are {num_experts} experts")
+    every = raw.get("decoder_sparse_step") or 1
+    named = set(raw.get("mlp_only_layers") or ())
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "expert_size": _count(raw, "moe_intermediate_size"),
+        "normalise_experts": bool(raw.get("norm_topk_prob", False)),
+        "dense_layers": tuple(i for i in range(num_layers) if i in named or (i + 1) % every),
+    }
 
 
 def _count(raw: Mapping[str, Any], name: str) -> int:

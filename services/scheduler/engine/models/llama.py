@@ -24,6 +24,33 @@ Targets = dict[str, tuple[Fillable, int]]
 """Name of a checkpoint's tensor -> what it fills, and as which part."""
 
 
+class Model(Protocol):
+    """What an engine sees of a model, ours or another's."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What this rank has of it."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of weights and activations."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        ...
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """Compute one step: (num_tokens,) ids -> what `logits` takes, of the tokens that are wanted."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Make (n, vocab_size) logits of what `forward` gave for n tokens."""
+        ...
+
+
 class FeedForward(Protocol):
     """What follows the attention of a layer."""
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from services.scheduler.core.batch import Batch
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 FOLLOWER: Final = "services.scheduler.engine.follower"
 _END_TIMEOUT_S: Final = 3.0
+_ROOT: Final = Path(__file__).resolve().parents[4]
 
 
 class RankLost(RuntimeError):
@@ -121,4 +123,5 @@ class Followers:
 def _environment(rank: int) -> dict[str, str]:
     """Give what a rank inherits; its instance is named like rank 0 and its number."""
     name = os.environ.get("MILLRACE_NAME")
-    return {**os.environ, **({"MILLRACE_NAME": f"{name}.{rank}"} if name else {})}
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **({"MILLRACE_NAME": f"{name}.{rank}"} if name else {})}

@@ -39,7 +39,10 @@ _IN_LAYER: Final = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_OF_EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""All experts of a layer in one tensor, the experts outermost."""
 _LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PERMUTED_ARCHITECTURES: Final = {"llama"}
 """Architectures whose converter interleaves the two halves of each query and key head."""
@@ -58,10 +61,19 @@ def open_gguf(path: Path, config: ModelConfig) -> Mapping[str, Source]:
     field = reader.get_field("general.architecture")
     architecture = field.contents() if field is not None else ""
     permuted = architecture in _PERMUTED_ARCHITECTURES
-    sources = (
-        GgufSource(tensor, _rename(tensor.name), _heads(tensor.name, config, permuted)) for tensor in reader.tensors
-    )
-    return {source.name: source for source in sources}
+    sources: dict[str, Source] = {}
+    for tensor in reader.tensors:
+        found = _LAYER.fullmatch(tensor.name)
+        if found is not None and found[2] in _OF_EXPERTS:
+            for expert in range(int(tensor.shape[-1])):
+                name = f"model.layers.{found[1]}.mlp.experts.{expert}.{_OF_EXPERTS[found[2]]}.{found[3]}"
+                sources[name] = GgufSource(tensor, name, expert=expert)
+        else:
+            # Of which tensors rows are interleaved hangs on the file alone, not on what this rank has of them.
+            mixed = permuted and found is not None and found[2] in ("attn_q", "attn_k")
+            name = _rename(tensor.name)
+            sources[name] = GgufSource(tensor, name, int(tensor.shape[-1]) // config.head_dim if mixed else 0)
+    return sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +84,19 @@ class GgufSource:
         tensor: as the reader gives it; dimensions are listed innermost first.
         name: the models' name for it.
         heads: heads whose rows are interleaved, or 0.
+        expert: which of a tensor of experts it is, or None.
     """
 
     tensor: Any
     name: str
-    heads: int
+    heads: int = 0
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape, outermost first."""
-        return tuple(int(size) for size in reversed(self.tensor.shape))
+        whole = tuple(int(size) for size in reversed(self.tensor.shape))
+        return whole if self.expert is None else whole[1:]
 
     def read(self, share: Share | None = None) -> Tensor:
         """Dequantise it, or a piece of it, float32.
@@ -129,7 +144,7 @@ class GgufSource:
 
     def _rows(self, share: Share | None) -> np.ndarray:
         """The stored rows in the models' order. A row is quantised by itself, so rows move as they are."""
-        data: np.ndarray = self.tensor.data
+        data: np.ndarray = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         kept = slice(share.start, share.stop) if share is not None and share.dim == 0 else slice(None)
         if not self.heads:
             return data[kept]
@@ -145,10 +160,3 @@ def _rename(name: str) -> str:
     if found is None or found[2] not in _IN_LAYER:
         return name
     return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"
-
-
-def _heads(name: str, config: ModelConfig, permuted: bool) -> int:
-    found = _LAYER.fullmatch(name)
-    if not permuted or found is None:
-        return 0
-    return {"attn_q": config.num_qo_heads, "attn_k": config.num_kv_heads}.get(found[2], 0)

@@ -1,0 +1,212 @@
+"""The engine on a GPU, without a broker: the mixed workload, single streams, and where a step's time goes.
+
+    python -m bench.gpu [--models Qwen3-0.6B,Qwen3-14B] [--repeats 3] [--streams 1,16] [--profile] [--json FILE]
+
+Runs the real scheduler and step loop on dummy weights. Measures the device's ceilings first, so that each figure
+stands beside the least time that the workload could take there. Medians of the repeats; prompts differ between
+repeats, so none finds another's prefix.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.loop import QuietLink
+from bench.workloads import MODELS, Ceilings, Sizes, draw_lengths, floor_s, write_model
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.link import Arrival
+from services.scheduler.core.ports import Engine
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine.engine import EngineConfig, build_engine
+from services.scheduler.loop import StepLoop
+from shared.messages import GenerateRequest
+from shared.model_files import locate
+from shared.sampling import SamplingParams
+
+VOCAB = 151_000
+
+
+def measure_ceilings() -> Ceilings:
+    """Measure a large copy and a large bf16 product."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    copy_s = statistics.median(_timed(lambda: target.copy_(source)) for _ in range(7))
+    product_s = statistics.median(_timed(lambda: a @ b) for _ in range(15))
+    return Ceilings(2 * source.nbytes / copy_s, 2 * 8192**3 / product_s)
+
+
+def _timed(body: Any) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    body()
+    start.record()
+    body()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+class Stack:
+    """An engine under the real scheduler and loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.link = QuietLink()
+        config = SchedulerConfig(max_prefill_tokens=8192, max_gap_ratio=0)
+        self.scheduler = Scheduler(engine.limits, config)
+        self.loop = StepLoop(engine, self.link, self.scheduler)
+        self._number = 0
+
+    def arrival(self, prompt_len: int, max_tokens: int) -> Arrival:
+        """Make a request of random ids."""
+        self._number += 1
+        ids = np.random.default_rng(self._number).integers(0, VOCAB, prompt_len).tolist()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.6, ignore_eos=True, seed=self._number)
+        return Arrival(GenerateRequest(f"{self._number:032x}", ids, params), 1)
+
+    def run(self, lengths: list[tuple[int, int]], streams: int | None = None) -> dict[str, float]:
+        """Run requests, all at once or so many at a time; returns seconds, tokens, and what the loop spent."""
+        waiting = [self.arrival(*each) for each in lengths][::-1]
+        stats, ends, tokens = self.loop.stats, self.link.num_ends, self.link.num_tokens
+        before = (stats.python_s, stats.launch_s, stats.wait_s, stats.forward_s, stats.steps)
+        began = time.perf_counter()
+        while self.link.num_ends - ends < len(lengths):
+            room = (
+                len(waiting)
+                if streams is None
+                else streams - (len(lengths) - len(waiting) - (self.link.num_ends - ends))
+            )
+            while waiting and room > 0:
+                self.link.waiting.append(waiting.pop())
+                room -= 1
+            self.loop.turn()
+        seconds = time.perf_counter() - began
+        after = (stats.python_s, stats.launch_s, stats.wait_s, stats.forward_s, stats.steps)
+        python_s, launch_s, wait_s, forward_s, steps = (b - a for a, b in zip(before, after, strict=True))
+        return {
+            "seconds": round(seconds, 3),
+            "tok_per_s": round((self.link.num_tokens - tokens) / seconds, 1),
+            "steps": steps,
+            "python_ms": round(1e3 * python_s / steps, 3),
+            "launch_ms": round(1e3 * launch_s / steps, 3),
+            "wait_ms": round(1e3 * wait_s / steps, 3),
+            "device_ms": round(1e3 * forward_s / steps, 3),
+        }
+
+    def settle(self) -> None:
+        """Run what is left."""
+        while self.scheduler.slots.num_taken or self.scheduler.num_in_flight or self.link.waiting:
+            self.loop.turn()
+
+
+def profile(stack: Stack, rows: int, context: int, steps: int = 20) -> dict[str, Any]:
+    """Where the device's time goes in decode steps of that many rows."""
+    stack.link.waiting = [stack.arrival(context, steps + 40) for _ in range(rows)]
+    first = stack.link.num_tokens
+    while stack.link.num_tokens - first < 8 * rows:
+        stack.loop.turn()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        began = time.perf_counter()
+        for _ in range(steps):
+            stack.loop.turn()
+        torch.cuda.synchronize()
+        wall_us = 1e6 * (time.perf_counter() - began) / steps
+    stack.settle()
+    kernels = sorted(found.key_averages(), key=lambda each: -each.device_time_total)
+    table = {
+        each.key[:70]: (round(each.device_time_total / steps, 1), round(each.count / steps, 1)) for each in kernels
+    }
+    busy = sum(each.device_time_total for each in kernels) / steps
+    return {
+        "rows": rows,
+        "context": context,
+        "wall_us": round(wall_us),
+        "busy_us": round(busy),
+        "kernels": dict(list(table.items())[:16]),
+    }
+
+
+def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one model."""
+    folder = Path(tempfile.mkdtemp())
+    began = time.perf_counter()
+    config = EngineConfig(
+        device="cuda", load_format="dummy", max_running=256, max_seq_len=4096, max_step_tokens=8192 + 256
+    )
+    engine = build_engine(config, locate(str(write_model(name, folder))))
+    stack = Stack(engine)
+    ready_s = time.perf_counter() - began
+    lengths = draw_lengths()
+    floor = floor_s(Sizes.of(MODELS[name]), lengths, ceilings)
+    num_tokens = sum(answer for _, answer in lengths)
+    stack.run([(length, 12) for length, _ in lengths])
+    runs = [stack.run(lengths) for _ in range(flags.repeats)]
+    speed = statistics.median(run["tok_per_s"] for run in runs)
+    figures: dict[str, Any] = {
+        "model": name,
+        "ready_s": round(ready_s, 1),
+        "kv_tokens": engine.limits.num_pages * engine.limits.page_size,
+        "offline_tok_per_s": speed,
+        "floor_tok_per_s": round(num_tokens / floor),
+        "of_floor": round(speed * floor / num_tokens, 3),
+        "runs": runs,
+    }
+    print(json.dumps(figures), flush=True)
+    for streams in flags.streams:
+        found = stack.run([(840, 200)] * (4 * streams if streams > 1 else 3), streams)
+        figures[f"streams_{streams}"] = found
+        print(json.dumps({"model": name, "streams": streams, **found}), flush=True)
+    if flags.profile:
+        figures["profiles"] = [profile(stack, rows, 840) for rows in (1, 16, 256)]
+        for each in figures["profiles"]:
+            print(json.dumps(each, indent=1), flush=True)
+    engine.close()
+    return figures
+
+
+def main() -> None:
+    """Run what the flags ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="Qwen3-0.6B,Qwen3-14B")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",") if part], default=[1, 16])
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    flags = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a GPU")
+    sys.setswitchinterval(5e-4)
+    ceilings = measure_ceilings()
+    facts = {
+        "card": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "copy_tb_per_s": round(ceilings.bytes_per_s / 1e12, 2),
+        "product_tflop_per_s": round(ceilings.flops_per_s / 1e12),
+    }
+    print(json.dumps(facts), flush=True)
+    figures = []
+    for name in flags.models.split(","):
+        figures.append(bench_model(name, ceilings, flags))
+        gc.collect()
+        torch.cuda.empty_cache()
+    if flags.json:
+        flags.json.write_text(json.dumps({**facts, "models": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

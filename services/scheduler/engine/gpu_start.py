@@ -1,0 +1,121 @@
+"""Brings the engine of a GPU up: measures what a step takes, sizes the pool by what is left, captures, warms up."""
+
+import gc
+import logging
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+
+from services.scheduler.core.batch import Batch, SlotSetup
+from services.scheduler.core.ports import EngineLimits
+from services.scheduler.engine.gpu import GpuEngine
+from services.scheduler.engine.graph import graph_sizes
+from services.scheduler.engine.kernels.prefill_attention import TILE
+from services.scheduler.engine.kvcache import KVCache
+from services.scheduler.engine.memory import PoolRequest, plan_pages
+from services.scheduler.engine.models.llama import LlamaModel
+from services.scheduler.engine.stream import Streams
+from shared.errors import ConfigError
+from shared.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPH_ROWS: Final = 512
+_GRAPH_BYTES: Final = 8 << 20
+"""What a graph takes besides the tensors in it."""
+_PROBE_PAGES: Final = 2
+
+
+def start_gpu_engine(
+    model: LlamaModel, limits: EngineLimits, pool: PoolRequest, max_graph_rows: int | None
+) -> GpuEngine:
+    """Make an engine that is ready to launch.
+
+    Args:
+        model: with its weights.
+        limits: what it shall hold; the pages are decided here.
+        pool: how large the pool is to be.
+        max_graph_rows: rows of the largest captured step; None takes the default.
+
+    Raises:
+        ConfigError: the memory does not suffice; the message says what to lower.
+    """
+    streams = Streams(model.device)
+    most = MAX_GRAPH_ROWS if max_graph_rows is None else max_graph_rows
+    sizes = graph_sizes(min(limits.max_running, most))
+    try:
+        reserve = 0
+        if pool.num_pages is None and pool.kv_bytes is None:
+            reserve = _measure(model, limits, streams, sizes)
+        num_pages = plan_pages(
+            model.config,
+            pool,
+            dtype=model.dtype,
+            device=model.device,
+            page_size=limits.page_size,
+            max_seq_len=limits.max_seq_len,
+            reserve=reserve,
+        )
+        cache = KVCache.for_model(model.config, num_pages, limits.page_size, model.dtype, model.device)
+        engine = GpuEngine(model, cache, replace(limits, num_pages=num_pages, kv_bytes=cache.nbytes), streams)
+        engine.capture(sizes)
+        warm_up(engine)
+    except torch.OutOfMemoryError as e:
+        raise ConfigError(
+            f"the GPU's memory does not suffice ({e}); lower memory_ratio, max_running_requests, max_prefill_tokens, "
+            "max_seq_len or cuda_graph_max_bs"
+        ) from e
+    return engine
+
+
+def _measure(model: LlamaModel, limits: EngineLimits, streams: Streams, sizes: list[int]) -> int:
+    """Find how many bytes the largest step and the graphs take beside the pool."""
+    cache = KVCache.for_model(model.config, _PROBE_PAGES, limits.page_size, model.dtype, model.device)
+    probe = GpuEngine(model, cache, replace(limits, num_pages=_PROBE_PAGES), streams)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    probe.compute_padding(limits.max_step_tokens)
+    streams.finish()
+    step_bytes = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(model.device)[0]
+    probe.capture(sizes[-1:], show=False)
+    streams.finish()
+    graph_bytes = max(0, free - torch.cuda.mem_get_info(model.device)[0]) + _GRAPH_BYTES * len(sizes)
+    probe.close()
+    own_bytes = before - torch.cuda.memory_allocated() if before else 0
+    del probe, cache
+    gc.collect()
+    torch.cuda.empty_cache()
+    log.info("beside the pool: %d MB for a step, %d MB for graphs", step_bytes >> 20, graph_bytes >> 20)
+    return step_bytes + graph_bytes + max(0, own_bytes)
+
+
+def warm_up(engine: GpuEngine) -> None:
+    """Compute prompts and tokens once, so that no request pays for what is compiled at first use.
+
+    It writes to the first pages and slots before anybody owns them.
+    """
+    limits = engine.limits
+    most = min(limits.num_pages * limits.page_size, limits.max_seq_len - 1, limits.max_step_tokens - 1, 2 * TILE)
+    columns = -(-most // limits.page_size)
+    table = np.arange(columns, dtype=np.int32)[None]
+    ids = np.zeros(most, dtype=np.int32)
+    rows = min(2, limits.max_running)
+    params = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, logprobs=1)
+    for lengths in ([most], [1, most - 1][:rows], [1]):
+        batch = Batch(
+            step=0,
+            num_decode=len(lengths) - 1,
+            slots=np.arange(len(lengths), dtype=np.int32),
+            starts=np.zeros(len(lengths), dtype=np.int32),
+            lengths=np.array(lengths, dtype=np.int32),
+            input_ids=ids[: sum(lengths)],
+            page_table=np.repeat(table, len(lengths), 0),
+            sample=np.ones(len(lengths), dtype=np.bool_),
+            out_index=np.ones(len(lengths), dtype=np.int32),
+            setups=tuple(SlotSetup(slot, params, ids[:1], ids[:0]) for slot in range(len(lengths))),
+        )
+        engine.wait(engine.launch(batch))

@@ -1,0 +1,95 @@
+"""Every Triton kernel compiles for a real GPU, with the arguments it is called with; no GPU is needed for that."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SETUP = """
+import math, numpy as np, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+class Driver:
+    '''A GPU that can be compiled for, but not run on.'''
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_device_interface(self): return torch.cuda
+
+driver.set_active(Driver())
+compiled = []
+def compile_only(self, grid):
+    def call(*args, **kwargs):
+        compiled.append(self.warmup(*args, grid=grid, **kwargs))
+    return call
+triton.runtime.jit.JITFunction.__getitem__ = compile_only
+
+def check(count):
+    assert len(compiled) == count, len(compiled)
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 * 1024, (kernel.name, kernel.metadata.shared)
+
+def ints(*shape): return torch.ones(shape, dtype=torch.int32)
+kv, dim, page = 8, 128, 64
+"""
+
+
+def compile_for_gpu(code: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", SETUP + textwrap.dedent(code)],
+        env={**env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention(dtype: str, window: int | None) -> None:
+    compile_for_gpu(f"""
+        from services.scheduler.engine.kernels.decode_attention import *
+        from services.scheduler.engine.kernels.prefill_attention import list_tiles, prefill_attention
+        keys, values = torch.zeros(2, 4, kv, page, dim, dtype=torch.{dtype})
+        for group in (2, 5):
+            q = torch.zeros(7, kv * group, dim, dtype=torch.{dtype})
+            ws = DecodeWorkspace.allocate(256, 4096, kv * group, kv, dim, q.device, 528)
+            for rows in (7, 40, 200) if group == 2 else (7,):
+                shape = decode_shape(rows, 132)
+                plan_decode(ws, ints(7), kv, shape)
+                decode_attention(ws, shape, q, keys, values, ints(9, 3), ints(7), ints(7), q, 0.1, {window})
+        tiles = torch.from_numpy(list_tiles(np.array([0]), np.array([7])))
+        prefill_attention(q, keys, values, ints(9, 3), *(ints(1) for _ in range(4)), tiles, q, 0.1, {window})
+        check(9)
+    """)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_others(dtype: str) -> None:
+    compile_for_gpu(f"""
+        from services.scheduler.engine.kernels.elementwise import lay_out_inputs, rms_norm, silu_mul, store_kv
+        from services.scheduler.engine.kernels.gumbel import gumbel_sample
+        from services.scheduler.engine.kernels.limits import keep_limits
+        from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store
+        dtype = torch.{dtype}
+        x = torch.zeros(3, 5120, dtype=dtype)
+        rms_norm(x, x[0], 1e-6)
+        rms_norm(x, x[0], 1e-6, x)
+        silu_mul(x)
+        keys, values = torch.zeros(2, 4, kv, page, dim, dtype=dtype)
+        store_kv(x.view(3, -1, dim)[:, :kv], x.view(3, -1, dim)[:, kv : 2 * kv], ints(3), keys, values)
+        qkv = torch.zeros(3, (40 + 2 * kv) * dim, dtype=dtype)
+        for norm in (None, x[0, :dim]):
+            qkv_norm_rope_store(qkv, norm, norm, torch.zeros(99, dim), ints(3), ints(3), keys, values, 40, 1e-6)
+        lay_out_inputs(ints(3), ints(3), ints(9), ints(3).long(), ints(8, 2), ints(1), ints(9, 4))
+        logits, floats, seeds = torch.zeros(3, 151_936, dtype=dtype), torch.ones(3), torch.ones(3, dtype=torch.int64)
+        limits = keep_limits(logits, floats, ints(3), floats, floats)
+        gumbel_sample(logits, floats, seeds)
+        gumbel_sample(logits, floats, seeds, limits=limits, out=ints(3), feed=(ints(3), ints(9)))
+        check(12)
+    """)
