@@ -32,11 +32,7 @@ def _bad(param: str, reason: str) -> InvalidRequest:
 
 
 def _make(kind: GrammarKind, text: str, field: str, *, lenient: bool = False) -> Grammar:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as e:
-        raise _bad(field, "holds half a character (a lone surrogate)") from e
-    if size > MAX_GRAMMAR_BYTES:
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
         raise _bad(field, f"must not be larger than {MAX_GRAMMAR_BYTES} bytes")
     if not text:
         raise _bad(field, "must not be empty")

@@ -140,6 +140,8 @@ class StepLoop:
             scheduler.forget(uid, attempt)
         for arrival in link.arrivals():
             scheduler.add(arrival)
+        if scheduler.guides.num_compiling:
+            scheduler.take_compiled()
         self._tell(scheduler.take_endings(time.time_ns()))
 
     def _settle(self) -> None:
@@ -176,6 +178,7 @@ class StepLoop:
         """Nothing can run: check the books once, when it has been quiet for a while, and sleep until there is news."""
         if self._draining.is_set() and not self._scheduler.slots.num_taken:
             self._drained.set()
+        self._engine.check()
         began = time.monotonic()
         self._link.idle(COMPILE_IDLE_S if self._scheduler.guides.num_compiling else IDLE_S)
         if not self._was_checked and time.monotonic() - began >= IDLE_S:

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.scheduler.core.batch import RowLogprobs
-from services.scheduler.core.link import Arrival, Load, StepOutput
+from services.scheduler.core.link import Arrival, Load, PromptEcho, StepOutput
 from shared.messages import ErrorBody, FinishReason, GenerateRequest
 from shared.sampling import SamplingParams
 
@@ -24,6 +24,8 @@ class Heard:
     error: ErrorBody | None = None
     starts: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
+    prompts: list[PromptEcho] = field(default_factory=list)
+    complete: bool = False
     forgotten: bool = False
 
     @property
@@ -63,6 +65,9 @@ class Ledger:
             if place in output.logprobs:
                 heard.logprobs.append(output.logprobs[place])
             heard.finish = output.finishes.get(place)
+            heard.complete = place in output.complete
+            if place in output.prompts:
+                heard.prompts.append(output.prompts[place])
 
     def fail(self, uid: str, error: ErrorBody) -> None:
         assert not self.heard[uid].ended, f"{uid} fails after its end"

@@ -24,13 +24,16 @@ def limits(**changes) -> EngineLimits:
 class Driver:
     """One scheduler on one fake engine; `depth` 1 plans a step before the one before it is settled."""
 
-    def __init__(self, engine: FakeEngineConfig, config: SchedulerConfig | None = None, depth: int = 1) -> None:
+    def __init__(
+        self, engine: FakeEngineConfig, config: SchedulerConfig | None = None, depth: int = 1, grammars=None
+    ) -> None:
         self.engine = FakeEngine(engine, crash=lambda: None)
-        self.scheduler = Scheduler(self.engine.limits, config)
+        self.scheduler = Scheduler(self.engine.limits, config, grammars)
         self.ledger = Ledger()
         self.depth = depth
         self.steps: deque = deque()
         self.batches: list = []
+        self.guided_step = -1
 
     def add(self, *arrivals: Arrival) -> None:
         for item in arrivals:
@@ -47,6 +50,8 @@ class Driver:
 
     def turn(self) -> bool:
         """Go round once; False when there was nothing to do."""
+        self.scheduler.take_compiled()
+        self._tell(self.scheduler.take_endings(1))
         retractions = self.scheduler.stats.retractions
         batch = self.scheduler.plan()
         self.scheduler.check()
@@ -54,6 +59,7 @@ class Driver:
         if batch is not None:
             self.batches.append(batch)
             self.steps.append(self.engine.launch(batch))
+            self.guide()
         if len(self.steps) > (self.depth if batch is not None else 0):
             self.settle()
         elif batch is None:
@@ -64,7 +70,16 @@ class Driver:
         step = self.steps.popleft()
         result = self.engine.wait(step)
         self._tell(self.scheduler.settle(step.batch, result, 1))
+        self.guide()
         self.scheduler.check()
+        self._tell(self.scheduler.take_endings(1))
+
+    def guide(self) -> None:
+        """Give the oldest step its masks, as the loop does."""
+        if self.steps and len(self.steps[0].batch.guided) and self.steps[0].batch.step != self.guided_step:
+            step = self.steps[0]
+            self.guided_step = step.batch.step
+            self.engine.guide(step, self.scheduler.masks(step.batch))
 
     def run(self, max_turns: int = 20_000) -> None:
         for _ in range(max_turns):

@@ -138,6 +138,20 @@ class Scheduler:
         del self._reqs[uid]
         return True
 
+    def take_compiled(self) -> None:
+        """Let requests go on whose grammar is compiled by now; those that cannot be show up in `take_failures`."""
+        for req, error in self.guides.take():
+            matcher = req.matcher
+            if error is not None:
+                self.stats.refused += 1
+                self._failures.append(Failure.of(req.uid, req.attempt, error))
+                del self._reqs[req.uid]
+            elif matcher is not None and matcher.complete and len(req.output_ids):
+                del self._reqs[req.uid]
+                self._end_unseen(req, "stop")
+            else:
+                self.prefill.ready.add(req)
+
     def take_failures(self) -> list[Failure]:
         """Take the requests that ended with an error since the last call."""
         failures, self._failures = self._failures, []
@@ -155,8 +169,6 @@ class Scheduler:
             The batch to launch, or None when nothing can run: at all if no step is in flight, else before the oldest
             one is settled.
         """
-        if self.guides.num_compiling:
-            self._start_guided()
         if not self._make_room():
             return None
         step = self._next_step
@@ -281,20 +293,6 @@ class Scheduler:
             self.stats.finished[finish] += 1
         self.stats.generated_tokens += len(drawn)
         return output
-
-    def _start_guided(self) -> None:
-        """Let requests go on whose grammar is compiled by now."""
-        for req, error in self.guides.take():
-            matcher = req.matcher
-            if error is not None:
-                self.stats.refused += 1
-                self._failures.append(Failure.of(req.uid, req.attempt, error))
-                del self._reqs[req.uid]
-            elif matcher is not None and matcher.complete and len(req.output_ids):
-                del self._reqs[req.uid]
-                self._end_unseen(req, "stop")
-            else:
-                self.prefill.ready.add(req)
 
     def _lose_guide(self, req: Req) -> None:
         """End a request whose grammar has become too hard to follow."""

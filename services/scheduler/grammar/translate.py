@@ -32,7 +32,7 @@ def translate(grammar: Grammar) -> str:
                 options: JsonCompileOptions = {**_COMPACT, "lenient": grammar.lenient}
                 return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
             case "regex":
-                return LLMatcher.grammar_from_regex(grammar.text)
+                return LLMatcher.grammar_from_regex(_ascii_classes(grammar.text))
             case "choice":
                 texts = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
                 return LLMatcher.grammar_from_lark(f"start: {texts}")
@@ -45,6 +45,26 @@ def translate(grammar: Grammar) -> str:
 
 
 _MAX_REASON: Final = 300
+
+
+def _ascii_classes(regex: str) -> str:
+    r"""Let \d and \w mean ASCII, as they do in the patterns of JSON schemas, and not all scripts of the world."""
+    parts: list[str] = []
+    in_class = False
+    at = 0
+    while at < len(regex):
+        token = regex[at : at + 2] if regex[at] == "\\" else regex[at]
+        at += len(token)
+        if token == "[":
+            in_class = True
+        elif token == "]":
+            in_class = False
+        members = _CLASSES.get(token)
+        parts.append(token if members is None else members if in_class else f"[{members}]")
+    return "".join(parts)
+
+
+_CLASSES: Final = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
