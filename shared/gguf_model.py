@@ -56,6 +56,8 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("rope_theta", 10_000.0)
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if model_type == "qwen3_moe":
+        config["norm_topk_prob"] = True  # the metadata does not say; every checkpoint of the family has it
     config["rope_scaling"] = _rope_scaling(arch, meta)
     config["vocab_size"] = len(meta.get("tokenizer.ggml.tokens", ())) or meta.get(f"{arch}.vocab_size", 0)
     config["tie_word_embeddings"] = "output.weight" not in header.tensor_names

@@ -6,7 +6,7 @@ threads. The engine keeps the cores; the other services do with one thread each.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -90,6 +90,7 @@ def plan(settings: LauncherSettings, environ: Mapping[str, str]) -> Plan:
     inherited = {**environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))}
     health_host = environ.get("MILLRACE_HEALTH_HOST") or _LOCAL
     api_host = environ.get("MILLRACE_HOST") or _LOCAL
+    ranks = cast(SchedulerSettings, services["scheduler"]).tensor_parallel_size
     specs = []
     for number in range(settings.apis):
         port = ports.exactly(api_host, api.port + number if api.port else 0)
@@ -109,7 +110,8 @@ def plan(settings: LauncherSettings, environ: Mapping[str, str]) -> Plan:
                 "MILLRACE_HEALTH_PORT": str(port),
                 "MILLRACE_HEALTH_PORT_STRICT": "true",
             }
-            specs.append(_spec(role, number, {**inherited, **threads, **own}, reachable(health_host), port))
+            spec = _spec(role, number, {**inherited, **threads, **own}, reachable(health_host), port)
+            specs.append(replace(spec, ranks=ranks) if role == "scheduler" else spec)
     return Plan(
         specs,
         base_url=f"http://{reachable(api_host)}:{specs[0].port}/v1" if settings.apis else "",

@@ -17,12 +17,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import psutil
+
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _PROBE_TIMEOUT_S: Final = 0.5
 _BACKOFF_FIRST_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 10.0
 _HEALTHY_AFTER_S: Final = 10.0
+RANK_MODULE: Final = "services.scheduler.engine.follower"
+"""Command of a rank; its number is the last argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Spec:
         env: its whole environment.
         port: where it is reached, for `.run/ports.json`.
         probe: asks it whether it serves.
+        ranks: processes that it consists of; it starts the others itself.
     """
 
     instance: str
@@ -55,6 +60,7 @@ class Spec:
     env: Mapping[str, str] = field(repr=False)
     port: int
     probe: Probe
+    ranks: int = 1
 
 
 def http_probe(host: str, port: int) -> Probe:
@@ -113,6 +119,19 @@ class Child:
     def pid(self) -> int | None:
         """Process id, or None while it does not run."""
         return self._process.pid if self._process is not None else None
+
+    def pids(self) -> dict[str, int]:
+        """Give instance -> process id of what runs: the process itself, and the ranks that it has started."""
+        if self._process is None:
+            return {}
+        found = {self.spec.instance: self._process.pid}
+        try:
+            children = psutil.Process(self._process.pid).children() if self.spec.ranks > 1 else []
+            commands = [(child.pid, child.cmdline()) for child in children]
+        except psutil.Error:
+            return found  # one of them ended meanwhile; the next look tells
+        ranks = {int(command[-1]): pid for pid, command in commands if RANK_MODULE in command}
+        return found | {f"{self.spec.instance}.{rank}": pid for rank, pid in sorted(ranks.items())}
 
     def launch(self) -> None:
         """Start the process.

@@ -92,7 +92,7 @@ class Supervisor:
     def _tell(self) -> None:
         """Rewrite the run files."""
         self._files.write(
-            {c.spec.instance: c.pid for c in self._children if c.pid is not None},
+            {name: pid for c in self._children for name, pid in c.pids().items()},
             {c.spec.instance: c.spec.port for c in self._children},
         )
 
@@ -137,8 +137,11 @@ class Supervisor:
         for child in self._children:
             if signal.sigpending() & self._stop_signals:
                 return
-            if not child.ready and child.probe() and self._announced:
-                say(f"{child.spec.instance} is ready again")
+            if not child.ready and child.probe():
+                if child.spec.ranks > 1:
+                    self._tell()
+                if self._announced:
+                    say(f"{child.spec.instance} is ready again")
         waiting = [c for c in self._children if not c.ready]
         if self._announced:
             return

@@ -158,6 +158,9 @@ class FakeEngine:
         require(len(oldest.masks) == guided, f"step {oldest.batch.step} is waited for and was not guided")
         return self._script.run(oldest.batch, self._kv, oldest.forward_ms, oldest.masks[0] if guided else None)
 
+    def check(self) -> None:
+        """It has no device to lose."""
+
     def close(self) -> None:
         """Forget what is in flight."""
         self._launched.clear()

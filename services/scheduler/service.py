@@ -36,12 +36,11 @@ SWITCH_INTERVAL_S: Final = 5e-4
 FLUSH_S: Final = 2.0
 """Kept of the drain time for sending what is left and handing over."""
 UNBUILT: Final[dict[str, tuple[object, ...]]] = {
-    "tensor_parallel_size": (1,),
     "moe_backend": ("auto",),
-    "cuda_graph_max_bs": (None, 0),
 }
 """Settings whose other values wait for their part of the engine."""
 FAKE_NUM_PAGES: Final = 4096
+FAKE_PAGE_SIZE: Final = 16
 FAKE_STEP_TOKENS: Final = 2048
 
 
@@ -238,6 +237,8 @@ def build(settings: SchedulerSettings) -> Engine:
     refuse_unbuilt(settings)
     files = find_files(settings)
     if settings.engine == "fake":
+        if settings.tensor_parallel_size > 1:
+            raise ConfigError("MILLRACE_TENSOR_PARALLEL_SIZE: the fake engine has one rank")
         return FakeEngine(fake_config(settings, files))
     from services.scheduler.engine.engine import build_engine  # torch only where it is used
 
@@ -262,7 +263,7 @@ def fake_config(settings: SchedulerSettings, files: ModelFiles) -> FakeEngineCon
         eos_token_ids=files.eos_token_ids,
         fingerprint=f"fake-{files.fingerprint}",
         num_pages=settings.num_pages or FAKE_NUM_PAGES,
-        page_size=settings.page_size,
+        page_size=settings.page_size or FAKE_PAGE_SIZE,
         max_running=settings.max_running_requests,
         max_seq_len=settings.max_seq_len or files.max_seq_len,
         max_step_tokens=step_tokens(settings) or max(FAKE_STEP_TOKENS, settings.max_running_requests),
@@ -292,7 +293,9 @@ def engine_config(settings: SchedulerSettings) -> "EngineConfig":
         max_running=settings.max_running_requests,
         max_seq_len=settings.max_seq_len,
         max_step_tokens=step_tokens(settings),
+        cuda_graph_max_bs=settings.cuda_graph_max_bs,
         threads=settings.threads,
+        ranks=settings.tensor_parallel_size,
     )
 
 

@@ -79,6 +79,14 @@ class Engine(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """See whether the engine can go on, while there is nothing to wait for; returns at once.
+
+        Raises:
+            EngineFault: as `wait`.
+        """
+        ...
+
     def close(self) -> None:
         """Free the device and end the worker threads. Safe to call twice."""
         ...
