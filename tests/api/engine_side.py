@@ -44,6 +44,7 @@ class Answer:
     finish: FinishReason | None = "length"
     error: ErrorBody | None = None
     logprobs: bool = False
+    prompt: tuple[LogprobEntry, ...] = ()
 
 
 Script = Callable[[GenerateRequest], Answer]
@@ -269,6 +270,7 @@ class EngineSide:
             error=answer.error if final else None,
             prompt_tokens=0 if running.started else prompt,
             cached_tokens=0 if running.started else min(2, prompt),
+            prompt=[] if said else list(answer.prompt),
         )
         if delta.ends:
             log_id = make_end_id(said + len(ids))
