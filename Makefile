@@ -42,7 +42,8 @@ test-e2e: $(VENV)/.dev-ready ## Run the tests that launch the whole stack
 	@$(BIN)/python -m pytest tests/e2e
 
 test-images: $(VENV)/.dev-ready ## Build the images and run the tests that need a Docker engine
-	@TEST_IMAGES=1 $(BIN)/python -m pytest tests/ops -m images
+	@$(MAKE) --no-print-directory build
+	@TEST_IMAGES=1 $(BIN)/python -m pytest tests/ops/test_images.py tests/ops/test_stack.py
 
 lint: $(VENV)/.dev-ready lint-ops ## Check style, types, import contracts, sizes and container files
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python tools/line_budget.py

@@ -19,7 +19,7 @@ def compose_programs() -> dict[str, list[str]]:
     """Find compose v2 (it comes with the development packages) and, where it is installed, docker-compose 1.29."""
     spec = importlib.util.find_spec("compose")
     places = [Path(place) / "docker-compose" for place in (spec.submodule_search_locations or ())] if spec else []
-    found = {"v2": [str(place)] for place in places if place.is_file()}
+    found = {"v2": [str(place)]} if (place := next(filter(Path.is_file, places), None)) else {}
     old = shutil.which("docker-compose", path="/usr/bin:/usr/local/bin")
     if old and "1.29" in subprocess.run([old, "version", "--short"], capture_output=True, text=True).stdout:
         found["1.29"] = [old]

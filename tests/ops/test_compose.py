@@ -13,7 +13,7 @@ import yaml
 from services.launcher.settings import SERVICES as SETTINGS
 from services.scheduler.settings import SchedulerSettings
 from services.tokenizer.settings import TokenizerSettings
-from shared.settings import ENV_PREFIX, ServiceSettings
+from shared.settings import DEFAULT_MODEL_NAME, ENV_PREFIX, ServiceSettings
 from shared.version import VERSION
 from tests.ops.compose_file import ROOT, SERVICES, Config, compose_programs, config, default_config
 
@@ -53,7 +53,12 @@ def test_each_compose_reads_it(program: str, flags: tuple[str, ...]) -> None:
     assert {"redis", *SERVICES} <= set(read["services"])
     scheduler = read["services"]["scheduler"]
     assert ("deploy" in scheduler) == bool(flags)
-    assert read["services"]["api"]["environment"]["MILLRACE_REDIS_URL"] == "redis://:millrace@redis:6379/0"
+    named = "Qwen/Qwen3-0.6B" if flags else DEFAULT_MODEL_NAME
+    for role in SERVICES:
+        environment = read["services"][role]["environment"]
+        assert environment["MILLRACE_REDIS_URL"] == "redis://:millrace@redis:6379/0"
+        assert environment["MILLRACE_SERVED_MODEL_NAME"] == named
+        assert environment.get("MILLRACE_MODEL") == (named if flags and role != "api" else None)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -61,18 +66,21 @@ def test_nothing_is_said_that_an_older_compose_does_not_know(name: str) -> None:
     document = yaml.safe_load((ROOT / name).read_text("utf-8"))
     assert {key for key in document if not key.startswith("x-")} <= {"services", "networks", "volumes"}
     assert not {key for key, _ in walk(document)} & NOT_IN_1_29
-    assert ":+" not in (ROOT / name).read_text("utf-8")
+    text = (ROOT / name).read_text("utf-8")
+    assert ":+" not in text
+    assert not re.search(r"\$\{[^}]*\$\{", text), "a default inside of a default is left as it is"
 
 
 @pytest.mark.parametrize("role", SERVICES)
 def test_every_setting_reaches_its_service(stack: Config, role: Any) -> None:
-    fields = set(SETTINGS[role].model_fields) - OWN
-    passed = set(stack["services"][role]["environment"])
-    assert {ENV_PREFIX + field.upper() for field in fields} == {name for name in passed if name.startswith(ENV_PREFIX)}
+    settings = {ENV_PREFIX + field.upper() for field in set(SETTINGS[role].model_fields) - OWN}
+    passed = {name for name in stack["services"][role]["environment"] if name.startswith(ENV_PREFIX)}
+    assert not settings - passed, f"to be added to the environment of {role} in docker-compose.yml"
+    assert not passed - settings, f"no settings of {role}; to be taken out of docker-compose.yml"
 
 
 def test_what_is_set_arrives_and_what_is_not_stays_away() -> None:
-    read = default_config(MILLRACE_MAX_SEQ_LEN="2048", MILLRACE_MODEL="owner/model")["services"]
+    read = default_config(MILLRACE_MAX_SEQ_LEN="2048", MILLRACE_SERVED_MODEL_NAME="owner/model")["services"]
     assert read["scheduler"]["environment"]["MILLRACE_MAX_SEQ_LEN"] == "2048"
     assert read["scheduler"]["environment"]["MILLRACE_NUM_PAGES"] is None
     assert {read[role]["environment"]["MILLRACE_SERVED_MODEL_NAME"] for role in SERVICES} == {"owner/model"}
@@ -167,9 +175,9 @@ def test_one_torch_everywhere() -> None:
 
 
 def test_the_gpu_stack_reserves_its_devices() -> None:
-    scheduler = default_config("--env-file", "gpu.env", GPUS="4")["services"]["scheduler"]
+    scheduler = default_config("--env-file", "gpu.env", GPUS="1")["services"]["scheduler"]
     (device,) = scheduler["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 4, "capabilities": ["gpu"]}
+    assert device == {"driver": "nvidia", "device_ids": ["1"], "capabilities": ["gpu"]}
     assert int(scheduler["shm_size"]) >= 1 << 30
     assert scheduler["ulimits"]["memlock"] == -1
     assert scheduler["build"]["args"]["ENGINE"] == "gpu" and "cuda" in scheduler["build"]["args"]["BASE"]

@@ -103,7 +103,7 @@ def test_a_lock_holds_what_torch_needs(lock: str) -> None:
 
 def test_a_build_gets_nothing_but_what_the_images_hold() -> None:
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
-    assert [line for line in lines if line and not line.startswith("#")][0] == "*"
+    assert next(line for line in lines if line and not line.startswith("#")) == "*"
     copied = {
         source.partition("/")[0]
         for name in DOCKERFILES
