@@ -113,8 +113,9 @@ class Stack:
 def profile(stack: Stack, rows: int, context: int, steps: int = 20) -> dict[str, Any]:
     """Where the device's time goes in decode steps of that many rows."""
     stack.link.waiting = [stack.arrival(context, steps + 40) for _ in range(rows)]
-    first = stack.link.num_tokens
-    while stack.link.num_tokens - first < 8 * rows:
+    while stack.link.waiting or len(stack.scheduler.prefill.ready) or stack.scheduler.prefill.running:
+        stack.loop.turn()
+    for _ in range(10):
         stack.loop.turn()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -169,7 +170,7 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
         figures[f"streams_{streams}"] = found
         print(json.dumps({"model": name, "streams": streams, **found}), flush=True)
     if flags.profile:
-        figures["profiles"] = [profile(stack, rows, 840) for rows in (1, 16, 256)]
+        figures["profiles"] = [profile(stack, rows, 840) for rows in (1, 16, 128, 256)]
         for each in figures["profiles"]:
             print(json.dumps(each, indent=1), flush=True)
     engine.close()

@@ -218,7 +218,7 @@ def bench_attention(steps: list[int], groups: list[int], with_flashinfer: bool, 
                             for w in (2, 4)
                             for s in (2, 3, 4)
                             for per in (2, 3, 4, 6)
-                            for c in (512, 1024, 2048)
+                            for c in ((2048,) if step < 0 else (512, 1024, 2048))
                         ]
                         if sweep
                         else [(4, 64, 4, 2, 2048)]

@@ -25,8 +25,6 @@ MAX_CHANGES: Final = 512
 _ALIGN: Final = 4
 """Words; kernels may read 16 bytes at a time."""
 
-Words = npt.NDArray[np.int32]
-
 
 @dataclass(frozen=True, slots=True)
 class _Section:
@@ -105,7 +103,7 @@ class StepBlock:
         self._block = torch.zeros(at, dtype=torch.int32, device=device)
         self._views = {name: self._typed(self._block, name) for name in self._places}
         self._is_cuda = device.type == "cuda"
-        self._images = deque(_Image(at, pinned=self._is_cuda) for _ in range(NUM_IMAGES))
+        self._images = deque(_Image(at, self._places, pinned=self._is_cuda) for _ in range(NUM_IMAGES))
         self._input_ids = torch.zeros(max(max_tokens, max_rows), dtype=torch.int64, device=device)
 
     def view(self, name: str, size: int) -> Tensor:
@@ -158,11 +156,6 @@ class StepBlock:
         )
         return input_ids
 
-    def place(self, name: str) -> tuple[int, int, str]:
-        """First word, words and dtype of a section."""
-        at, section = self._places[name]
-        return at, section.words, section.dtype
-
     def send(self, image: "_Image", *, whole: bool) -> None:
         """Copy an image to the device: its front, or all of it."""
         words = len(self._block) if whole else self._front_words
@@ -172,16 +165,19 @@ class StepBlock:
             image.event.record()
 
     def _typed(self, words: Tensor, name: str) -> Tensor:
-        at, count, dtype = self.place(name)
-        return words[at : at + count].view(getattr(torch, dtype))
+        at, section = self._places[name]
+        return words[at : at + section.words].view(getattr(torch, section.dtype))
 
 
 class _Image:
-    """One pinned image of the block."""
+    """One pinned image of the block, and its sections."""
 
-    def __init__(self, words: int, *, pinned: bool) -> None:
+    def __init__(self, words: int, places: dict[str, tuple[int, _Section]], *, pinned: bool) -> None:
         self.tensor = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
-        self.words: Words = self.tensor.numpy()
+        host = self.tensor.numpy()
+        self.sections: dict[str, npt.NDArray[np.generic]] = {
+            name: host[at : at + section.words].view(section.dtype) for name, (at, section) in places.items()
+        }
         self.event: torch.cuda.Event | None = None
 
 
@@ -194,22 +190,19 @@ class StepImage:
 
     def put(self, name: str, values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]", pad: int = 0) -> None:
         """Write the first entries of a section, and `pad` zeros behind them."""
-        at, words, dtype = self._block.place(name)
-        section = self._image.words[at : at + words].view(dtype)
-        flat = values.reshape(-1)
-        section[: len(flat)] = flat
+        section, num = self._image.sections[name], values.size
+        section[:num] = values if values.ndim == 1 else values.reshape(-1)
         if pad:
-            section[len(flat) : len(flat) + pad] = 0
+            section[num : num + pad] = 0
 
     def fill(self, name: str, first: int, last: int, value: int) -> None:
         """Write one value to the entries first .. last - 1."""
-        at, words, dtype = self._block.place(name)
-        self._image.words[at : at + words].view(dtype)[first:last] = value
+        self._image.sections[name][first:last] = value
 
     def put_changes(self, changes: IntArray) -> IntArray:
         """Write down as many changes of the page table as fit; returns those that do not."""
         now = changes[:MAX_CHANGES]
-        self.put("num_changes", np.array([len(now)], np.int32))
+        self.fill("num_changes", 0, 1, len(now))
         if len(now):
             self.put("changes", now)
         return changes[MAX_CHANGES:]

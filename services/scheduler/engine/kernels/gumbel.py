@@ -30,7 +30,8 @@ def _block_kernel(logits, temperatures, seeds, limits, best, where, vocab, first
     top_id = tl.zeros((QUARTER,), tl.int32)
     broken = tl.zeros((QUARTER,), tl.int32)
     base = logits + row.to(tl.int64) * stride
-    factor = tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
+    # In powers of two throughout: the order of the scores is the same, and the logarithm of a GPU is that one.
+    factor = tl.where(temperature > 0.0, 1.4426950408889634 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
     spread = tl.where(temperature > 0.0, 1.0, 0.0)
     for j in tl.static_range(4):
         bits = r0 if j == 0 else (r1 if j == 1 else (r2 if j == 2 else r3))
@@ -38,7 +39,7 @@ def _block_kernel(logits, temperatures, seeds, limits, best, where, vocab, first
         x = tl.load(base + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
         # A number in (0, 1): 23 bits and a half, all of which float32 holds, so never an end of the interval.
         u = ((bits.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
-        y = x * factor - tl.log(-tl.log(u)) * spread
+        y = x * factor - tl.log2(-tl.log2(u)) * spread
         broken |= (y != y).to(tl.int32)
         if FILTER:
             y = tl.where(x < tl.load(limits + row), -float("inf"), y)
