@@ -44,12 +44,14 @@ class Plan:
         base_url: of the first api replica, with `/v1`; empty without one.
         model: what clients call it.
         has_keys: whether clients need a key.
+        ports: keeps what was handed out for this launch, as long as it lives.
     """
 
     specs: Sequence[Spec]
     base_url: str
     model: str
     has_keys: bool
+    ports: Ports
 
 
 def model_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -117,6 +119,7 @@ def plan(settings: LauncherSettings, environ: Mapping[str, str]) -> Plan:
         base_url=f"http://{reachable(api_host)}:{specs[0].port}/v1" if settings.apis else "",
         model=api.served_model_name,
         has_keys=bool(api.api_keys or api.api_keys_file),
+        ports=ports,
     )
 
 

@@ -12,10 +12,19 @@ _TRIES: Final = 500
 
 
 class Ports:
-    """Hands out ports that nobody listens on and that it has not handed out before."""
+    """Hands out ports that nobody listens on and that no launcher has handed out before.
+
+    A port stays claimed as long as this object lives: while one of our instances is being started again nobody
+    listens there, and another launcher must not take it for free.
+    """
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
+        self._claims: list[socket.socket] = []
+
+    def __del__(self) -> None:
+        for claim in self._claims:
+            claim.close()
 
     def exactly(self, host: str, port: int) -> int:
         """Take a port; 0 takes any.
@@ -29,7 +38,10 @@ class Ports:
             raise ConfigError(f"MILLRACE_PORT: cannot listen on {host}:{port}: {e.strerror}") from e
         if found in self._taken:
             raise ConfigError(f"MILLRACE_PORT: {port} is given to two services")
-        self._taken.add(found)
+        if not self._claim(found):
+            if port:
+                raise ConfigError(f"MILLRACE_PORT: {port} is another launcher's")
+            return self.exactly(host, port)
         return found
 
     def next_free(self, host: str, port: int, step: int = HEALTH_PORT_STEP) -> int:
@@ -47,9 +59,21 @@ class Ports:
                 if e.errno in (errno.EADDRINUSE, errno.EACCES):
                     continue
                 raise ConfigError(f"MILLRACE_HEALTH_HOST: cannot listen on {host}: {e.strerror}") from e
-            self._taken.add(candidate)
-            return candidate
+            if self._claim(candidate):
+                return candidate
         raise ConfigError(f"MILLRACE_HEALTH_PORT: no free port at or above {port}")
+
+    def _claim(self, port: int) -> bool:
+        """Claim a port among all launchers of this network: an abstract socket's name is gone with its process."""
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0millrace-port-{port}")
+        except OSError:
+            claim.close()
+            return False
+        self._claims.append(claim)
+        self._taken.add(port)
+        return True
 
 
 def _bind(host: str, port: int) -> int:

@@ -40,6 +40,7 @@ class TokenizerService:
         self._settings = settings
         self._worker: Worker | None = None
         self._metrics: TokenizerMetrics | None = None
+        self._trouble = ""
         self._pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encode")
 
     def prepare(self, life: Life) -> None:
@@ -92,8 +93,9 @@ class TokenizerService:
                     next_measure_s = time.monotonic() + _MEASURE_S
                     metrics.backlog(life.broker.run(backlog(life.broker.keys.tokenize(model))))
                 backoff.reset()
-            except BrokerDown as e:
-                log.info("the broker is away: %s", e)
+                self._went_well(life)
+            except BrokerError as e:
+                self._went_wrong(life, e)
                 lost = True
                 life.pause(backoff.next_s())
         self._finish(life, worker)
@@ -107,6 +109,20 @@ class TokenizerService:
 
     def reconnected(self) -> None:
         """Nothing: the worker's own calls fail with the connection, and it recovers by itself."""
+
+    def _went_well(self, life: Life) -> None:
+        if self._trouble:
+            self._trouble = ""
+            life.readiness.have("queue")
+
+    def _went_wrong(self, life: Life, error: BrokerError) -> None:
+        """Note why the queue cannot be read: the heart tells of outages; what it does not see is told here, once."""
+        if isinstance(error, BrokerDown):
+            log.info("the broker is away: %s", error)
+        elif str(error) != self._trouble:
+            self._trouble = str(error)
+            life.readiness.missing("queue")
+            log.error("the queue cannot be read: %s; trying again", error)
 
     def _finish(self, life: Life, worker: Worker) -> None:
         """End: what is being encoded is finished; what has no engine stays in the queue for another tokenizer."""

@@ -89,6 +89,16 @@ def test_other_ports_are_the_next_free_ones(busy_port: int) -> None:
     assert ports.next_free("127.0.0.1", first, step=1) > first
 
 
+def test_a_port_stays_claimed_while_nobody_listens_there() -> None:
+    mine, others = Ports(), Ports()
+    first = mine.next_free("127.0.0.1", 20000, step=1)
+    assert others.next_free("127.0.0.1", first, step=1) > first
+    with pytest.raises(ConfigError, match=f"MILLRACE_PORT: {first} is another launcher's"):
+        others.exactly("127.0.0.1", first)
+    del mine
+    assert others.exactly("127.0.0.1", first) == first
+
+
 def test_a_foreign_address_is_named() -> None:
     with pytest.raises(ConfigError, match="MILLRACE_HEALTH_HOST"):
         Ports().next_free("192.0.2.1", 20000)

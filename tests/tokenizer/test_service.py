@@ -13,6 +13,7 @@ from shared.broker.connection import Broker
 from shared.broker.control import look
 from shared.messages import Heartbeat, decode
 from shared.settings import RedisSettings
+from tests.redis_keys import command
 from tests.tokenizer.requests import MODEL, chat
 from tests.tokenizer.rig import Rig
 from tests.waiting import eventually
@@ -160,3 +161,17 @@ def test_the_probes_and_metrics_answer(rig: Rig, start: StartTokenizer) -> None:
     assert 'millrace_tokenizer_requests_total{outcome="moved"} 1.0' in text
     with urllib.request.urlopen(f"{address}/readyz", timeout=10) as answer:
         assert answer.status == 200
+
+
+def test_a_queue_that_is_none_is_told_once_and_got_over(rig: Rig, start: StartTokenizer) -> None:
+    rig.engine("e1")
+    tokenizer = start("tok-a", "bytes")
+    queue = rig.keys.tokenize(MODEL)
+    rig.broker.run(command("DEL", queue))
+    rig.broker.run(command("SET", queue, "x"))
+    eventually(lambda: "the queue cannot be read" in tokenizer.log, "it says what is wrong")
+    rig.broker.run(command("DEL", queue))
+    rig.send("a")
+    eventually(lambda: len(rig.generated("e1")) == 1, "it goes on")
+    assert tokenizer.process.poll() is None
+    assert tokenizer.log.count("the queue cannot be read") == 1
