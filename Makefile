@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e test-images bench-plane soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
+.PHONY: help run dead setup test test-unit test-e2e test-images bench bench-served bench-plane soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -80,6 +80,12 @@ sbom: $(VENV)/.dev-ready ## Write what the images hold as CycloneDX: dist/sbom-*
 		{ cat ops/requirements/$$image.txt ops/requirements/model.txt; test $$image = api || echo '$(TORCH)'; } \
 		| $(BIN)/cyclonedx-py requirements - --output-reproducible --of JSON -o dist/sbom-$$image.json && echo dist/sbom-$$image.json; \
 	done
+
+bench: $(VENV)/.dev-ready ## Measure offline throughput beside its floor: make bench [ARGS="--model X --requests 64"]
+	@$(BIN)/python -m bench.offline $(ARGS)
+
+bench-served: $(VENV)/.dev-ready ## Measure the served stack beside transformers serve: make bench-served [ARGS="--repeats 3"]
+	@$(PIP) install -q 'transformers[serving]>=5' && $(BIN)/python -m bench.served_cpu $(ARGS)
 
 bench-plane: $(VENV)/.dev-ready ## Measure the token plane: make bench-plane [ARGS="--paced 256x40 --seconds 5"]
 	@$(BIN)/python -m bench.plane $(ARGS)

@@ -115,7 +115,7 @@ def describe(raw: Mapping[str, Any]) -> ModelConfig:
         config = transformers.AutoConfig.for_model(**{**raw})
     except (KeyError, ValueError, TypeError) as e:
         raise plug.refuse(f"transformers does not know its model_type {raw.get('model_type')!r}") from e
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_decoder = known is not None and known.__name__ == plug.architecture
     if not is_decoder or getattr(config, "is_encoder_decoder", False):
         raise plug.refuse("transformers does not have it as a decoder that generates text")

@@ -12,6 +12,7 @@ from services.scheduler.engine.layers.weight import Fillable, Source
 from services.scheduler.engine.models.llama import LlamaModel, Targets
 from services.scheduler.engine.weights.dummy import dummy_sources
 from services.scheduler.engine.weights.gguf import open_gguf
+from services.scheduler.engine.weights.heap import lean_heap
 from services.scheduler.engine.weights.safetensors import open_safetensors
 from shared.errors import ConfigError
 
@@ -41,12 +42,13 @@ def load_weights(model: LlamaModel, files: "ModelFiles", load_format: str) -> No
     sources = _open(model, files, load_format, targets)
     _check_names(sources, targets, optional, tied=model.config.tied)
     fill = {name: (sources[name], target) for name, target in (targets | optional).items() if name in sources}
-    for source, (target, part) in _progress(fill.values(), len(fill)):
-        expected = target.part_shape(part)
-        if tuple(source.shape) != expected:
-            raise ConfigError(f"tensor {source.name!r} has shape {tuple(source.shape)}, the model needs {expected}")
-        target.fill(source, part)
-    model.finish()
+    with lean_heap():
+        for source, (target, part) in _progress(fill.values(), len(fill)):
+            expected = target.part_shape(part)
+            if tuple(source.shape) != expected:
+                raise ConfigError(f"tensor {source.name!r} has shape {tuple(source.shape)}, the model needs {expected}")
+            target.fill(source, part)
+        model.finish()
 
 
 def _open(model: LlamaModel, files: "ModelFiles", load_format: str, targets: Targets) -> Mapping[str, Source]:

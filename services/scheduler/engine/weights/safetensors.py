@@ -1,6 +1,7 @@
 """Safetensors checkpoints: one file or several shards with an index, mapped and read tensor by tensor."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from services.scheduler.engine.layers.weight import Share, Source
 from shared.errors import ConfigError
 
 _INDEX: Final = "model.safetensors.index.json"
-_MAPPED_BYTES: Final = 64 << 20
+_MAPPED_BYTES: Final = 16 << 20
 
 
 def open_safetensors(folder: Path) -> Mapping[str, Source]:
@@ -23,12 +24,12 @@ def open_safetensors(folder: Path) -> Mapping[str, Source]:
     Raises:
         ConfigError: a file is missing or broken; names it.
     """
-    sources: dict[str, Source] = {}
-    for path in _shards(folder):
-        shard = _Shard(path)
-        for name in shard.names():
-            sources[name] = SafetensorsSource(shard, name)
-    return sources
+    mapped = _Mapped()
+    return {
+        name: SafetensorsSource(mapped, path, name)
+        for path in _shards(folder)
+        for name in mapped.open(path).keys()  # noqa: SIM118 - not a mapping
+    }
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -48,34 +49,31 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-class _Shard:
-    """A file, mapped anew now and then: the pages of a mapping that were read count as memory of this process."""
+class _Mapped:
+    """The one file that is mapped, anew now and then: pages that were read count as memory of this process."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self) -> None:
+        self._path: Path | None = None
         self._file: Any = None
         self._num_read = 0
 
-    def names(self) -> list[str]:
-        """List the tensors in it."""
-        return list(self._open().keys())
+    def open(self, path: Path) -> Any:
+        """Map a file, in place of the one before.
 
-    def slice_of(self, name: str) -> Any:
-        """Give what reads pieces of a tensor."""
-        return self._open().get_slice(name)
+        Raises:
+            ConfigError: it is broken.
+        """
+        if self._path != path or self._num_read > _MAPPED_BYTES:
+            self._file, self._path, self._num_read = None, None, 0
+            try:
+                self._file, self._path = safe_open(path, framework="pt"), path
+            except (OSError, SafetensorError) as e:
+                raise ConfigError(f"{path}: not readable as safetensors: {e}") from e
+        return self._file
 
     def count(self, num_bytes: int) -> None:
         """Note that so much was read."""
         self._num_read += num_bytes
-
-    def _open(self) -> Any:
-        if self._file is None or self._num_read > _MAPPED_BYTES:
-            try:
-                self._file = safe_open(self._path, framework="pt")
-            except (OSError, SafetensorError) as e:
-                raise ConfigError(f"{self._path}: not readable as safetensors: {e}") from e
-            self._num_read = 0
-        return self._file
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +81,29 @@ class SafetensorsSource:
     """One tensor of a file.
 
     Attributes:
-        shard: the file.
+        mapped: maps its file.
+        path: the file.
         name: its name in it.
     """
 
-    shard: _Shard
+    mapped: _Mapped
+    path: Path
     name: str
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(self.shard.slice_of(self.name).get_shape())
+        return tuple(self.mapped.open(self.path).get_slice(self.name).get_shape())
 
     def read(self, share: Share | None = None) -> Tensor:
         """Read it, or a piece of it, in its own dtype."""
-        found = self.shard.slice_of(self.name)
+        found = self.mapped.open(self.path).get_slice(self.name)
         index: tuple[slice, ...] = (slice(None),)
         if share is not None:
             index = (slice(None),) * share.dim + (slice(share.start, share.stop),)
         tensor: Tensor = found[index if len(index) > 1 else index[0]]
-        self.shard.count(tensor.nbytes)
+        # A piece of every row touches the pages of all of them.
+        self.mapped.count(math.prod(found.get_shape()) * tensor.dtype.itemsize)
         return tensor
 
     def read_int4(self, share: Share | None = None) -> Int4Groups | None:
