@@ -13,7 +13,7 @@ from services.api.fleet import NAMES, NEVER, WORKERS, Fleet
 from services.api.job import Job
 from services.api.settings import ApiSettings
 from shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, RateLimited, Unavailable
-from shared.keys import Role
+from shared.keys import BEAT_S, Role
 
 _WINDOW_S: Final = 30.0
 _MAX_WAIT_S: Final = 60.0
@@ -143,7 +143,7 @@ def opened_in_vain(fleet: Fleet, role: Role, opened_at: float, model: str, grace
     """Whether a request was accepted from a service that was dead already, though its lease was not yet over.
 
     Such a request has nobody who knows of it, so it ends as soon as the grace is over; one that was accepted
-    before waits for the takeover.
+    before, or within a beat of the last one heard, waits for the takeover: somebody may have begun with it.
     """
     last = fleet.last_beat(role, model)
-    return last != NEVER and opened_at > last and fleet.away_s(role, model) > grace_s
+    return last != NEVER and opened_at > last + BEAT_S and fleet.away_s(role, model) > grace_s
