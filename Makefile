@@ -82,10 +82,10 @@ sbom: $(VENV)/.dev-ready ## Write what the images hold as CycloneDX: dist/sbom-*
 	done
 
 bench: $(VENV)/.dev-ready ## Measure offline throughput beside its floor: make bench [ARGS="--model X --requests 64"]
-	@$(BIN)/python -m bench.offline $(ARGS)
+	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m bench.offline $(ARGS)
 
 bench-served: $(VENV)/.dev-ready ## Measure the served stack beside transformers serve: make bench-served [ARGS="--repeats 3"]
-	@$(PIP) install -q 'transformers[serving]>=5' && $(BIN)/python -m bench.served_cpu $(ARGS)
+	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m bench.served_cpu $(ARGS)
 
 bench-plane: $(VENV)/.dev-ready ## Measure the token plane: make bench-plane [ARGS="--paced 256x40 --seconds 5"]
 	@$(BIN)/python -m bench.plane $(ARGS)
