@@ -258,6 +258,7 @@ class BrokerLink:
         if self._is_due("look", LOOK_S if not self._outbox.full else DOORBELL_S, now):
             self._outbox.plan_lengths(agenda)
             self._fleet.find_orphans()
+            self._fleet.plan_forgetting(agenda)
         if self._inbox.open and self._is_due("reap", REAP_S if self._fleet.reaping else LOOK_S, now):
             self._fleet.plan_reap(agenda)
         if self._ledger.suspects() and self._is_due("suspects", SUSPECT_S, now):

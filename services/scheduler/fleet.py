@@ -24,6 +24,8 @@ from shared.messages import Heartbeat, decode
 
 log = logging.getLogger(__name__)
 
+FORGET_API_S: Final = 5.0
+"""A dead api replica stays registered for so long, so that every engine sees it dead and ends its requests."""
 TAKE_COUNT: Final = 8
 """Entries taken from a dead engine per look, so that its survivors share them."""
 
@@ -67,6 +69,7 @@ class Fleet:
         self._found: dict[str, list[GenerateEntry]] = {}
         self._absent_since: dict[str, float] = {}
         self._orphans: dict[str, Held] = {}
+        self._dead_apis: dict[str, float] = {}
         self._giving: list[tuple[bytes, str]] = []
         self._round = itertools.count()
         self.num_left: int | None = None
@@ -75,6 +78,7 @@ class Fleet:
     def forget_looks(self) -> None:
         """Start all waiting anew: the broker was out of sight for an unknown time."""
         self._absent_since.clear()
+        self._dead_apis.clear()
         self._found.clear()
         self._giving.clear()
         self.num_left = None
@@ -142,6 +146,14 @@ class Fleet:
                 self._endings.orphan(held)
         self._absent_since = absent
         self._orphans = {uid: held for uid, held in self._orphans.items() if self._ledger.get(uid) is held}
+
+    def plan_forgetting(self, agenda: Agenda) -> None:
+        """Forget api replicas that have been dead for a while: nobody else would."""
+        dead, now = self._registry.dead("api"), time.monotonic()
+        self._dead_apis = {replica: self._dead_apis.get(replica, now) for replica in dead}
+        for replica, since in self._dead_apis.items():
+            if now - since >= FORGET_API_S:
+                agenda.add(retire(self._keys, "api", replica, dead[replica]), lambda _: None)
 
     # --- handover
 

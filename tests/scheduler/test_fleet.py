@@ -60,3 +60,11 @@ def test_a_request_that_ended_while_its_engine_was_dead_is_not_launched(
         eventually(lambda: "dead" not in front.beats(), "it is forgotten")
         assert front.reply(uid).attempts == []
         assert front.entries("e1") == []
+
+
+def test_a_dead_api_replica_is_forgotten_after_a_while(redis_settings: RedisSettings, broker: Broker) -> None:
+    keys = broker.keys
+    broker.run(control.beat_and_look(keys, "api", "a-dead", Heartbeat(1, "a"), ["api"]))
+    with HostedEngine(redis_settings, "e1", api_lease_s=0.5) as engine:
+        eventually(lambda: "a-dead" in engine.heart.dead("api"), "it is seen dead")
+        eventually(lambda: broker.run(control.look(keys, "api")) == {}, "it is forgotten")
