@@ -84,6 +84,9 @@ class Repair:
             BrokerError: nothing, or not everything, was looked at; the next sweep does.
         """
         now = time.monotonic()
+        if everything:  # whoever holds a request could say so no more than we could hear it
+            for choice in choices.values():
+                choice.held_at = now
         silent = [
             c
             for c in choices.values()
@@ -99,8 +102,8 @@ class Repair:
         now = time.monotonic()
         for choice, glance in seen:
             choice.touched = now
-            if glance.held:
-                choice.held_at = now
+            if glance.held or not self._fleet.living("scheduler", choice.exchange.job.model):
+                choice.held_at = now  # an engine that is still being started will take it from the one that died
             if choice.reading or choice.ended is not None:
                 continue
             if glance.last != choice.last_id:
@@ -109,23 +112,22 @@ class Repair:
                 await self._reclaim(choice)
 
     async def _reclaim(self, choice: Choice) -> None:
-        """Open a request again that nobody holds and nobody has queued, while an engine is there to take it."""
-        job = choice.exchange.job
-        if not self._fleet.living("scheduler", job.model):
-            return
-        queued = await self._broker.run(is_queued(self._broker.keys, job.model, choice.entry or b"0-0"))
-        if queued:
+        """Open a request again that nobody holds and nobody has queued, though engines have lived all the while."""
+        model = choice.exchange.job.model
+        if await self._broker.run(is_queued(self._broker.keys, model, choice.entry or b"0-0")):
             choice.held_at = time.monotonic()
             return
+        if choice.ended is not None or choice.reading:
+            return  # a ring came meanwhile
         choice.unheld += 1
         if choice.unheld >= MAX_UNHELD:
             choice.exchange.fail(GIVEN_UP)
-        elif not choice.reading:
-            choice.reading = True
-            try:
-                await self._reopen(choice, LogId(choice.last_id), "unheld")
-            finally:
-                choice.reading = False
+            return
+        choice.reading = True
+        try:
+            await self._reopen(choice, LogId(choice.last_id), "unheld")
+        finally:
+            choice.reading = False
 
     async def _read(self, choice: Choice) -> None:
         """Read until no ring came meanwhile. What fails here is tried again by the sweep."""
