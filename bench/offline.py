@@ -318,17 +318,13 @@ def main() -> None:
     """Run what the flags ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prompt", type=_range, default=(16, 128), help="tokens, or from-to")
-    parser.add_argument("--answer", type=_range, default=(16, 64), help="tokens, or from-to")
+    for name in ("--device", "--dtype", "--load-format"):
+        parser.add_argument(name, default="auto")
+    for name, number in (("--tp", 1), ("--threads", None), ("--requests", 64), ("--max-running", 32), ("--repeats", 3)):
+        parser.add_argument(name, type=int, default=number)
+    for name, default in (("--prompt", (16, 128)), ("--answer", (16, 64))):
+        parser.add_argument(name, type=_range, default=default, help="tokens, or from-to")
     parser.add_argument("--lengths", type=Path, help="JSON list of [prompt, answer] instead")
-    parser.add_argument("--max-running", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
     flags = parser.parse_args()
     sys.setswitchinterval(service.SWITCH_INTERVAL_S)
