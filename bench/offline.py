@@ -310,8 +310,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 
 def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    return int(low), int(high or low)
+    return int(text.partition("-")[0]), int(text.rpartition("-")[2])
 
 
 def main() -> None:
