@@ -212,3 +212,12 @@ def test_grafana_finds_its_data_source_and_its_dashboards(stack: Config) -> None
 def test_it_runs_without_another_file(tmp_path: Path) -> None:
     shutil.copy(ROOT / "docker-compose.yml", tmp_path)
     assert set(config(compose_programs()["v2"], folder=tmp_path)["services"]) == {"redis", *SERVICES}
+
+
+def test_every_variable_of_the_files_is_explained() -> None:
+    used = {name for file in FILES for name in re.findall(r"\$\{(\w+)", (ROOT / file).read_text("utf-8"))} - {
+        "REVISION"
+    }
+    explained = set(re.findall(r"\w+", (ROOT / "docs/containers.md").read_text("utf-8")))
+    explained |= set(re.findall(r"MILLRACE_\w+", (ROOT / ".env.example").read_text("utf-8")))
+    assert not used - explained
