@@ -25,7 +25,8 @@ class Client:
     Attributes:
         status: of the answer; 0 before its head.
         headers: of the answer.
-        text: joined from all chunks (or of the whole answer).
+        text: of the first choice, joined from all chunks (or of the whole answer).
+        others: text of the further choices, by index.
         tokens: texts of single tokens, where log probabilities were asked for.
         finish: all finish reasons that were told.
         usage: as told.
@@ -45,6 +46,7 @@ class Client:
         self.headers: dict[str, str] = {}
         self.num_events = 0
         self.text = ""
+        self.others: dict[int, str] = {}
         self.tokens: list[str] = []
         self.finish: list[str] = []
         self.usage: Json | None = None
@@ -105,8 +107,13 @@ class Client:
     def _take_choices(self, event: Json) -> None:
         self.response_id = event["id"]
         for choice in event["choices"]:
-            self.text += choice.get("text") or ""
-            self.tokens += (choice.get("logprobs") or {}).get("tokens", [])
+            said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            if choice["index"] == 0:
+                self.text += said.get("content") or ""
+            else:
+                self.others[choice["index"]] = self.others.get(choice["index"], "") + (said.get("content") or "")
+            if choice["index"] == 0:
+                self.tokens += (choice.get("logprobs") or {}).get("tokens", [])
             if choice["finish_reason"]:
                 self.finish.append(choice["finish_reason"])
 
