@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--args", default="", help="flags of our launcher")
-    parser.add_argument("--peer-args", default="--continuous-batching", help="flags of the peer")
+    parser.add_argument("--peer-args", default="", help="flags of the peer")
     parser.add_argument("--alone", action="store_true", help="without the peer")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()

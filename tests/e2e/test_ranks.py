@@ -13,6 +13,8 @@ import pytest
 from tests.e2e.stack import ROOT, Stack
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.timeout(300)  # three processes that load torch
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
