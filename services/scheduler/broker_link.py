@@ -163,10 +163,6 @@ class BrokerLink:
         """Let the step loop come round once, if it sleeps."""
         self._desk.ring()
 
-    def stop_fencing(self) -> None:
-        """Start nobody new from here on."""
-        self._inbox.open = False
-
     def finish(self, timeout_s: float) -> bool:
         """Send what is left, hand every request over to a survivor, and end the threads.
 
@@ -220,10 +216,10 @@ class BrokerLink:
     def _turn(self) -> None:
         """Do all that is to be done now: one round trip as a rule, more while answers ask for more."""
         began = time.monotonic()
-        if self._suspect_of_loss.is_set() or self._registry.since_beat_s >= self._config.lease_s:
+        if self._suspect_of_loss.is_set() or not self._keeps_lease:
             self._in_contact = False
         if not self._in_contact and (began < self._resume_s or not self._regain()):
-            self._desk.paused = self._desk.paused or self._registry.since_beat_s >= self._config.lease_s
+            self._desk.paused = self._desk.paused or self._outbox.full or not self._keeps_lease
             return
         agenda = Agenda()
         self._upkeep.plan_doorbells(agenda)
@@ -287,9 +283,13 @@ class BrokerLink:
 
     # --- contact
 
+    @property
+    def _keeps_lease(self) -> bool:
+        return self._registry.since_beat_s < self._config.lease_s
+
     def _regain(self) -> bool:
         """Compare everything with the broker before anything is sent; False while the lease is not kept."""
-        if self._registry.since_beat_s >= self._config.lease_s:
+        if not self._keeps_lease:
             return False
         self._suspect_of_loss.clear()
         self._fleet.forget_looks()

@@ -56,7 +56,7 @@ class LoopStats:
 
 
 class StepLoop:
-    """Runs one engine until it is stopped. `run` belongs to one thread; `drain` and `stop` may come from any."""
+    """Runs one engine until it is stopped. `run` belongs to one thread; `stop` may come from any."""
 
     def __init__(self, engine: Engine, link: Link, scheduler: Scheduler, *, overlap: bool = True) -> None:
         self.stats = LoopStats()
@@ -67,15 +67,8 @@ class StepLoop:
         self._launched: deque[Step] = deque()
         self._guided_step = -1
         self._stopping = threading.Event()
-        self._draining = threading.Event()
-        self._drained = threading.Event()
         self._rate = _Rate()
         self._was_checked = True
-
-    @property
-    def drained(self) -> threading.Event:
-        """Set once the loop drains and nothing runs any more."""
-        return self._drained
 
     def run(self) -> None:
         """Step until `stop`; what is in flight is settled and published before it returns.
@@ -96,10 +89,6 @@ class StepLoop:
         self._take()
         while self._launched:
             self._settle()
-
-    def drain(self) -> None:
-        """Give no slot to anyone new from here on; running requests go on until they end or are forgotten."""
-        self._draining.set()
 
     def stop(self) -> None:
         """Make `run` return after the steps in flight. Requests that still run are dropped without a word."""
@@ -135,7 +124,6 @@ class StepLoop:
     def _take(self) -> None:
         """Take in what is new: endings first, as an arrival may replace what they end."""
         scheduler, link = self._scheduler, self._link
-        scheduler.admits = not self._draining.is_set()
         for uid, attempt in link.endings():
             scheduler.forget(uid, attempt)
         for arrival in link.arrivals():
@@ -176,8 +164,6 @@ class StepLoop:
 
     def _rest(self) -> None:
         """Nothing can run: check the books once, when it has been quiet for a while, and sleep until there is news."""
-        if self._draining.is_set() and not self._scheduler.slots.num_taken:
-            self._drained.set()
         self._engine.check()
         began = time.monotonic()
         self._link.idle(COMPILE_IDLE_S if self._scheduler.guides.num_compiling else IDLE_S)

@@ -51,11 +51,15 @@ class Outbox:
         self._steps: deque[tuple[StepOutput, dict[int, list[tuple[int, Held]]], int]] = deque()
         self._entries: deque[_Entry] = deque()
         self._lengths: dict[int, int] = {}
-        self.full = False
-        """Whether the step loop must wait for the detokenizers."""
+        self._is_long = False
 
     def __len__(self) -> int:
         return len(self._steps) + len(self._entries)
+
+    @property
+    def full(self) -> bool:
+        """Whether the step loop must wait: the detokenizers have much before them, or the broker takes nothing."""
+        return self._is_long or len(self) > TOKENS_PAUSE_LEN
 
     def put(self, output: StepOutput) -> None:
         """Take the tokens of a step; what is said of requests that are no longer ours is left out."""
@@ -119,7 +123,7 @@ class Outbox:
     def _on_length(self, shard: int, entries: int) -> None:
         self._lengths[shard] = entries
         longest = max(self._lengths.values())
-        self.full = longest > (RESUME_LEN if self.full else TOKENS_PAUSE_LEN)
+        self._is_long = longest > (RESUME_LEN if self._is_long else TOKENS_PAUSE_LEN)
 
 
 def make_chunk(engine: str, output: StepOutput, places: list[int]) -> StepChunk:

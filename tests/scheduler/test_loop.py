@@ -181,17 +181,6 @@ def test_idle_loop_beats_twice_a_second_and_checks_its_books():
         run.error = None
 
 
-def test_drain_finishes_what_runs_and_admits_nobody():
-    with running(max_running=1) as run:
-        run.link.put(arrival("a", b"hello", max_tokens=200))
-        run.link.wait_for(lambda: len(run.heard("a").tokens) >= 3)
-        run.loop.drain()
-        run.link.put(arrival("b", b"world"))
-        assert run.loop.drained.wait(10)
-        assert run.heard("a").finish == "length" and not run.heard("b").tokens
-        assert run.link.loads[-1].num_ready == 1 and run.link.loads[-1].free_slots == 0
-
-
 def test_stop_settles_and_says_what_is_in_flight():
     run = Running(base_ms=5.0)
     run.thread.start()

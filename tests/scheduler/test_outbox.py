@@ -155,3 +155,15 @@ def test_a_pause_begins_when_a_stream_is_too_long_and_ends_well_below(
         return stage.outbox.full
 
     assert [look(n) for n in (4, 5, 4, 3, 2, 4, 5)] == [False, True, True, True, False, False, True]
+
+
+def test_a_pause_begins_when_the_broker_takes_nothing_for_long(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.scheduler.outbox.TOKENS_PAUSE_LEN", 4)
+    uid = new_uid()
+    stage = Stage(broker, [uid])
+    for index in range(1, 6):
+        assert not stage.outbox.full
+        stage.outbox.put(output([uid], index))
+    assert stage.outbox.full
+    stage.send()
+    assert not stage.outbox.full

@@ -283,25 +283,6 @@ def test_logprobs_reach_the_place_of_their_request():
     assert [int(entry.top_ids[0]) for entry in entries] == driver.tokens("b") and len(entries[0].top_ids) == 3
 
 
-def test_without_admission_only_those_that_ran_go_on():
-    driver = Driver(engine_config(num_pages=24))
-    items = [arrival(uid, bytes([65 + i]) * 20, max_tokens=40) for i, uid in enumerate("abcd")]
-    driver.add(*items)
-    driver.turn()
-    ran = {req.uid for req in driver.scheduler.slots.live()}
-    driver.scheduler.admits = False
-    driver.forget("d")
-    driver.add(arrival("late", b"hello"))
-    while driver.turn():
-        pass
-    assert driver.scheduler.stats.retractions > 0
-    assert {uid for uid, heard in driver.ledger.heard.items() if heard.ended} == ran
-    assert driver.scheduler.load().num_ready == 1 and driver.scheduler.load().free_slots == 0
-    driver.scheduler.admits = True
-    driver.run()
-    assert driver.ledger.heard["late"].finish == "length"
-
-
 def test_priority_goes_first():
     driver = Driver(engine_config(max_running=1), depth=0)
     driver.add(arrival("a", b"a"), arrival("b", b"b", priority=5), arrival("c", b"c", priority=-1))

@@ -107,7 +107,6 @@ class Prefill:
     Attributes:
         ready: requests without a slot.
         running: requests with one whose prompt is not planned whole, oldest first.
-        admits: whether requests that never ran get a slot; retracted ones always do.
         blocked: the next in line found too few pages in the last plan.
         headroom: pages left for those that run.
         num_query_tokens: tokens of all prompts admitted, and of these `num_hit_tokens` came from the prefix cache.
@@ -116,7 +115,6 @@ class Prefill:
     def __init__(self, slots: SlotTable, pages: PageTable, *, shares: bool) -> None:
         self.ready = ReadyList()
         self.running: list[Req] = []
-        self.admits = True
         self.headroom = Headroom(slots, pages)
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
@@ -218,13 +216,8 @@ class Prefill:
         return True
 
     def _waits(self, req: Req) -> bool:
-        """Whether a request lets others go first.
-
-        It does so while the same prompt is being computed, as in a moment it will be in the cache, and while nobody
-        new is admitted.
-        """
-        has_twin = req.twin_key in self._twins and not req.is_scored
-        return has_twin or not (self.admits or req.was_admitted)
+        """Whether a request lets others go first: the same prompt is being computed, and in a moment in the cache."""
+        return req.twin_key in self._twins and not req.is_scored
 
 
 def _order(req: Req) -> tuple[int, int]:

@@ -74,11 +74,6 @@ class Req:
         return len(self.token_ids)
 
     @property
-    def was_admitted(self) -> bool:
-        """Whether it has, or had, a slot."""
-        return self.cached_len >= 0
-
-    @property
     def output_ids(self) -> IntArray:
         """Tokens drawn before its last start."""
         return self.token_ids[self.prompt_len :]

@@ -78,15 +78,6 @@ class Scheduler:
         self._endings: list[tuple[Req, FinishReason]] = []
 
     @property
-    def admits(self) -> bool:
-        """Whether requests that never ran get a slot; while False only those that run, or ran, go on."""
-        return self.prefill.admits
-
-    @admits.setter
-    def admits(self, value: bool) -> None:
-        self.prefill.admits = value
-
-    @property
     def num_in_flight(self) -> int:
         """Steps between plan and settle."""
         return len(self._flights)
@@ -228,11 +219,10 @@ class Scheduler:
 
     def load(self, tokens_per_s: float = 0.0) -> Load:
         """Say how much runs and how much more could."""
-        full = self.prefill.blocked or not self.admits
         return Load(
             num_running=self.slots.num_taken,
             num_ready=len(self.prefill.ready) + self.guides.num_compiling,
-            free_slots=0 if full else self.slots.num_slots - self.slots.num_taken,
+            free_slots=0 if self.prefill.blocked else self.slots.num_slots - self.slots.num_taken,
             free_pages=self.pages.num_available,
             queued_tokens=self.prefill.ready.num_tokens,
             tokens_per_s=tokens_per_s,
