@@ -140,7 +140,7 @@ class Replies:
         while True:
             try:
                 rings = await self._broker.run(read_inbox(keys, self._replica, after=position))
-                if rings.rings:
+                if rings.position != position:  # also when all that was read is none of ours
                     position = rings.position
                 elif position != FIRST:
                     await self._broker.run(trim_inbox(keys, self._replica, position))

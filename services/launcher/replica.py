@@ -161,7 +161,7 @@ class _Following:
                 rings = self._broker.run(
                     read_inbox(self._broker.keys, self._header.replica, after=self._position, block_ms=_LOOK_MS)
                 )
-                self._position = rings.position if rings.rings else self._position
+                self._position = rings.position
                 mine = [ring for ring in rings.rings if ring.uid == self._uid]
                 if mine:
                     heard_s = time.monotonic()

@@ -104,7 +104,7 @@ def open_request(keys: Keys, request: TokenizeRequest, choices: Sequence[Choice]
     Args:
         keys: names of the installation.
         request: what is queued; its `uids` are those of `choices`.
-        choices: at most 128, in the order of `request.uids`.
+        choices: at most 2,048, in the order of `request.uids`.
         cap: entries the queue may hold; None for a repair, which is never refused.
     """
     arguments: list[Argument] = [len(choices), "" if cap is None else cap, REPLY_TTL_MS, encode(request)]

@@ -191,6 +191,13 @@ def test_strangers_in_the_inbox_are_ended(api: RunningApi, engine: EngineSide) -
     client.answer()
 
 
+def test_what_is_no_ring_is_read_once(api: RunningApi, engine: EngineSide) -> None:
+    inbox = engine.broker.keys.inbox(api.service.incarnation)
+    engine.broker.run(command("XADD", inbox, "*", "m", "x"))
+    eventually(lambda: engine.broker.run(command("XLEN", inbox)) == 0, "it is trimmed away")
+    assert text_of(api.post(CHAT, HI)) == TEXT
+
+
 def test_a_service_that_stays_away(start_api: StartApi, engine: EngineSide) -> None:
     """Requests from before wait for a takeover; those of its last moments, and new ones, get a 503."""
     api = start_api(missing_grace=1.0, lease=1.0)
