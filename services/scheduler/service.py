@@ -12,7 +12,7 @@ import msgspec
 
 from services.scheduler.broker_link import BrokerLink
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.ports import Engine, EngineLimits
+from services.scheduler.core.ports import Engine, EngineLimits, ShowsProgress
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from services.scheduler.grammar.compiler import GrammarCompiler, GrammarVocabulary
@@ -116,14 +116,16 @@ class SchedulerService:
                 self._grammars.close()
 
     def heartbeat(self, base: Heartbeat) -> Heartbeat:
-        """Add the engine's size and load.
+        """Add the engine's size and load, and its progress: a step that takes long is not the end of an engine.
 
         The size is there from the first heartbeat on: an engine that dies before it serves is taken over as well.
         """
         assert self._engine is not None, "registered before the engine is built"
         limits, link = self._engine.limits, self._link
+        progress = self._engine.progress if isinstance(self._engine, ShowsProgress) else 0
         base = msgspec.structs.replace(
             base,
+            beat=base.beat + progress,
             fingerprint=limits.fingerprint,
             max_seq_len=limits.max_seq_len,
             max_running=limits.max_running,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.scheduler.core.batch import SlotSetup
-from services.scheduler.core.ports import EngineFault
+from services.scheduler.core.ports import EngineFault, ShowsProgress
 from services.scheduler.engine.local import LocalEngine, LocalStep
 from shared.model_files import EMBEDDED_NAME, locate
 from shared.sampling import SamplingParams
@@ -181,6 +181,15 @@ def test_smollm2_copies_far_text(dtype: str, request: pytest.FixtureRequest) -> 
     assert seq.output == answer
     expected = [-0.136, -0.179, -0.294, -0.256, -0.465, -0.342, -0.088, -0.756, -0.276, -0.053, -0.061, -0.083]
     assert seq.logprobs == pytest.approx(expected, abs=2e-3 if dtype == "float32" else 0.15)
+
+
+def test_every_layer_is_progress(build: Build) -> None:
+    engine = build("llama")
+    assert isinstance(engine, ShowsProgress)
+    before = engine.progress
+    driver = Driver(engine)
+    driver.run([PROMPTS[-1]], 1)
+    assert engine.progress - before >= driver.num_steps * 2
 
 
 def test_a_fault_ends_the_engine(build: Build) -> None:

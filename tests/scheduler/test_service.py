@@ -244,3 +244,13 @@ def test_the_first_heartbeat_says_whose_requests_it_may_take() -> None:
     beat = service.heartbeat(Heartbeat(0, "s0", model="tiny"))
     assert beat.fingerprint.startswith("fake")
     assert beat.num_pages == 99 and beat.max_running
+
+
+def test_the_heart_beats_on_while_a_long_step_is_computed() -> None:
+    """The loop waits for the engine meanwhile: others must not take a slow engine for a dead one."""
+    service = SchedulerService(SchedulerSettings(engine="fake"))
+    service.prepare(Life("scheduler", service._settings, service))
+    same = Heartbeat(3, "s0", model="tiny")
+    assert service.heartbeat(same).beat == 3
+    service._engine.progress = 7  # type: ignore[union-attr]
+    assert service.heartbeat(same).beat == 10

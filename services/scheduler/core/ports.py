@@ -6,7 +6,7 @@ holds every engine to this page.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from services.scheduler.core.batch import Batch, MaskArray, StepResult
 
@@ -90,6 +90,17 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the device and end the worker threads. Safe to call twice."""
         ...
+
+
+@runtime_checkable
+class ShowsProgress(Protocol):
+    """An engine whose steps may take longer than a lease, where a processor is slow or shared.
+
+    Attributes:
+        progress: grows while a step is being computed; read by any thread.
+    """
+
+    progress: int
 
 
 class EngineFault(RuntimeError):

@@ -7,16 +7,18 @@ knows neither requests, nor the broker, nor how a batch was chosen.
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.scheduler.core.batch import Batch, MaskArray, SlotSetup, StepResult
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
 from services.scheduler.engine.attention.base import IndexArray
 from services.scheduler.engine.attention.select import select_backend
-from services.scheduler.engine.context import ForwardContext
+from services.scheduler.engine.context import ForwardContext, PlannedAttention
 from services.scheduler.engine.device import set_threads
 from services.scheduler.engine.inputs import prepare
 from services.scheduler.engine.kvcache import KVCache
@@ -47,6 +49,9 @@ class LocalEngine:
     """An Engine whose steps run in order on one thread of this process.
 
     torch gives the interpreter up inside each operation, so the scheduler goes on meanwhile.
+
+    Attributes:
+        progress: layers computed so far, so that a slow step is not taken for a dead engine.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class LocalEngine:
             comm: to the other ranks of the model.
             followers: those ranks; they end with the engine.
         """
+        self.progress = 0
         self._comm = comm
         self._followers = followers
         self._model = model
@@ -199,7 +205,8 @@ class LocalEngine:
             self._sampler.set_up(setup)
         inputs = prepare(batch, self._last_tokens, self._model.device)
         plan = self._attention.plan(inputs.attention)
-        context = ForwardContext(inputs.positions, plan, inputs.logits_index, num_decode=batch.num_decode)
+        attention = _Counted(plan, self._advance)
+        context = ForwardContext(inputs.positions, attention, inputs.logits_index, num_decode=batch.num_decode)
         hidden = self._model.forward(inputs.input_ids, context)
         rows = inputs.drawn_rows
         token_ids = np.full(batch.num_rows, -1, dtype=np.int32)
@@ -224,6 +231,9 @@ class LocalEngine:
             logprobs = {int(rows[place]): found for place, found in draws.logprobs.items()}
         return StepResult(token_ids, bad, logprobs, 1e3 * (time.perf_counter() - started - waited), scores)
 
+    def _advance(self) -> None:
+        self.progress += 1
+
     def _guides(self, step: LocalStep, rows: IndexArray) -> Guides | None:
         """Wait for the masks of a step that has guided rows."""
         if not len(step.batch.guided):
@@ -232,6 +242,18 @@ class LocalEngine:
         if step.masks is None:
             raise RuntimeError("the engine was closed while a step waited for its masks")
         return Guides(np.searchsorted(rows, step.batch.guided), step.masks)
+
+
+class _Counted:
+    """Attention of one step that tells of every layer it comes to."""
+
+    def __init__(self, plan: PlannedAttention, advance: Callable[[], None]) -> None:
+        self._plan = plan
+        self._advance = advance
+
+    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        self._advance()
+        return self._plan.run(layer_id, q, k, v, scale=scale, window=window)
 
 
 class FollowerEngine:
