@@ -137,7 +137,10 @@ class ChatTemplate:
         if clash := sorted(_RESERVED.intersection(kwargs or ())):
             raise InvalidRequest(f"chat_template_kwargs may not set {clash[0]!r}", param="chat_template_kwargs")
         taste = self._tastes[name]
-        prepared = prepare(messages, tools or (), taste)
+        try:
+            prepared = prepare(messages, tools or (), taste)
+        except RecursionError as e:
+            raise InvalidRequest("the arguments of a tool call are nested too deeply", param="messages") from e
         if continue_final_message:
             _mark_end(prepared, add_generation_prompt)
         try:

@@ -146,6 +146,14 @@ def test_messages_that_cannot_be_rendered_are_refused(smollm: ChatTemplate, mess
     assert caught.value.param is not None and caught.value.param.startswith("messages[0]")
 
 
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000])
+def test_arguments_nested_without_end_are_refused(smollm: ChatTemplate, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequest) as caught:
+        smollm.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert caught.value.param == "messages"
+
+
 def test_a_message_to_go_on_with_ends_the_prompt(make: Any) -> None:
     go_on: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     assert make(ECHO).render([user("q"), assistant("so ")], **go_on) == "user:q;assistant:so "
