@@ -134,6 +134,9 @@ def write_peer_model(folder: Path) -> str:
     files = locate(EMBEDDED_NAME)
     config = LlamaConfig(**{**files.config, "dtype": "bfloat16"})
     config.save_pretrained(folder)
+    # Without it the peer takes the likeliest token, whatever temperature it is asked for.
+    sampled = {"do_sample": True, "eos_token_id": list(files.eos_token_ids), "pad_token_id": files.eos_token_ids[0]}
+    (folder / "generation_config.json").write_text(json.dumps(sampled))
     sources = open_gguf(files.path, read_config(files.config))
     tensors = {name: source.read().to(torch.bfloat16) for name, source in sources.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
