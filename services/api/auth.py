@@ -33,8 +33,10 @@ class KeyRing:
             name, found, key = entry.partition("=")
             if not found:
                 name, key = f"key{number}", entry
-            if not key:
-                raise ConfigError("MILLRACE_API_KEYS: an entry has no key")
+            if not key.strip("="):  # also the padding of a key in base64, which nobody meant to be the key
+                raise ConfigError(
+                    f"MILLRACE_API_KEYS: entry {number} has no key behind its name; one that ends in = needs a name"
+                )
             digest = hashlib.sha256(key.encode()).digest()
             self._tenants.append((digest, Tenant(name, digest.hex()[:16])))
 
