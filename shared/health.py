@@ -5,7 +5,6 @@ them, every other service starts a `HealthServer`. Liveness is of the process al
 broker or on another service, only on the service's own loop coming round.
 """
 
-import asyncio
 import errno
 import json
 import logging
@@ -16,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from shared.errors import ConfigError
-from shared.metrics import CONTENT_TYPE, EVENT_LOOP_DELAY, Metrics
+from shared.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -104,17 +103,6 @@ class Pulse:
         """Seconds since the last beat; 0 while none is expected."""
         last = self._last
         return self._clock() - last if last else 0.0
-
-
-async def watch_event_loop(metrics: Metrics, pulse: Pulse, *, interval_s: float = 0.1) -> None:
-    """Beat, and measure how late the event loop runs a timer, until cancelled."""
-    delay = metrics.histogram(EVENT_LOOP_DELAY)
-    clock = asyncio.get_running_loop().time
-    while True:
-        due = clock() + interval_s
-        await asyncio.sleep(interval_s)
-        delay.observe(max(0.0, clock() - due))
-        pulse.beat()
 
 
 class HealthServer:

@@ -78,7 +78,7 @@ class ApiService:
             ("sweep", self._sweep_forever()),
             ("loop-probe", self._probe_loop()),
         ):
-            self._tasks.append(asyncio.create_task(_guard(name, work), name=name))
+            self._tasks.append(asyncio.create_task(self._guard(name, work), name=name))
         self.readiness.started()
 
     async def stop(self) -> None:
@@ -175,6 +175,15 @@ class ApiService:
 
     # --- background --------------------------------------------------------------------------------------
 
+    async def _guard(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Say when a background task dies, and serve nobody new: nothing else would tell, until a client hangs."""
+        try:
+            await work
+        except Exception:
+            log.critical("the task %s died", name, exc_info=True)
+            self.readiness.missing(f"{name} task")
+            raise
+
     async def _connect_and_beat(self) -> None:
         """Agree with the installation once, then beat. A server that will not do keeps the replica unready."""
         backoff = Backoff()
@@ -240,17 +249,6 @@ class ApiService:
             due = time.monotonic() + _LOOP_PROBE_S
             await asyncio.sleep(_LOOP_PROBE_S)
             self.metrics.event_loop_delay.observe(max(0.0, time.monotonic() - due))
-
-
-async def _guard(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Say when a background task dies: nothing else would, until a client hangs."""
-    try:
-        await work
-    except asyncio.CancelledError:
-        raise
-    except Exception:
-        log.critical("the task %s died", name, exc_info=True)
-        raise
 
 
 def _reason(finish: str | None, error: ErrorBody | None) -> str:

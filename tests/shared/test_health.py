@@ -1,16 +1,14 @@
-import asyncio
 import json
 import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
 from shared.errors import ConfigError
-from shared.health import HealthServer, Pulse, Readiness, watch_event_loop
+from shared.health import HealthServer, Pulse, Readiness
 from shared.metrics import Metrics
 
 
@@ -154,33 +152,3 @@ def test_readiness_may_be_used_from_many_threads(readiness: Readiness) -> None:
     for thread in threads:
         thread.join()
     assert readiness.what_is_missing() == ["start"]
-
-
-class Announcing(Pulse):
-    """Says when it has beaten three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.three = asyncio.Event()
-
-    def beat(self) -> None:
-        super().beat()
-        if self.count == 3:
-            self.three.set()
-
-
-def test_an_event_loop_beats_and_its_delay_is_measured() -> None:
-    metrics = Metrics("api", "api-0", "m", "0")
-
-    async def run() -> None:
-        pulse = Announcing()
-        watch = asyncio.create_task(watch_event_loop(metrics, pulse, interval_s=0.001))
-        await pulse.three.wait()
-        watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
-
-    asyncio.run(asyncio.wait_for(run(), 20))
-    count = metrics.registry.get_sample_value("millrace_event_loop_delay_seconds_count")
-    assert count is not None
-    assert count >= 3
