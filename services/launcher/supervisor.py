@@ -20,7 +20,10 @@ _STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _LOOK_S: Final = 0.1
 _WATCH_S: Final = 1.0
 _TELL_S: Final = 5.0
-_GRACE_S: Final = 2.0
+_LAST_WORDS_S: Final = 2.0
+"""After the drain time a service tells its clients that it is over; a second signal before that would cut them."""
+_GRACE_S: Final = 4.0
+"""Seconds after the drain time at which a service is killed."""
 _QUICK_STOP_S: Final = {"api": 1.2, "tokenizer": 0.4, "scheduler": 0.8, "detokenizer": 0.4, "redis": 0.7}
 """Seconds each stage may take after a Ctrl-C; half of it passes before the second signal. All: under 5 s."""
 _ECHO_S: Final = 1.0
@@ -158,7 +161,7 @@ class Supervisor:
         for role in STOP_ORDER:
             stage = [c for c in self._children if c.spec.role == role]
             limit_s = _QUICK_STOP_S[role] if quick else self._drain_timeout_s + _GRACE_S
-            insist_s = limit_s / 2 if quick else self._drain_timeout_s
+            insist_s = limit_s / 2 if quick else self._drain_timeout_s + _LAST_WORDS_S
             for child in stage:
                 child.signal(signal.SIGTERM)
             ended, quick = self._await_end(stage, insist_s, limit_s, quick)

@@ -185,6 +185,18 @@ def test_sigterm_lets_a_busy_service_finish(start: Start, tmp_path: Path) -> Non
     assert launch.process.wait(10) == 0
 
 
+def test_after_the_drain_time_a_service_may_still_tell_its_clients(start: Start, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    launch = start({"api-0": ["--stubborn", "--note", str(note), "api"]}, drain_timeout_s=0.1)
+    launch.wait_ready()
+    launch.process.send_signal(signal.SIGTERM)
+    eventually(note.exists, "SIGTERM reaches the api")
+    began = time.monotonic()
+    eventually(lambda: note.read_text().count("api") == 2, "it is told again")
+    assert time.monotonic() - began > 1
+    assert launch.process.wait(10) == 1
+
+
 def test_a_second_signal_cuts_the_drain_short(start: Start, tmp_path: Path) -> None:
     note = tmp_path / "note"
     launch = start({"api-0": ["--stubborn", "--note", str(note), "api"], "tokenizer-0": []})
