@@ -10,8 +10,9 @@ from shared.settings import ENV_PREFIX
 PATH = Path(__file__).resolve().parent.parent / ".env.example"
 HEAD = """\
 # Every variable that a service reads. All are optional: what stands here is the default.
-# Copy to .env (or your own environment), take off the # and change what you need. On the command line of the
-# launcher each is a flag: MILLRACE_MAX_SEQ_LEN is --max-seq-len.
+# Compose reads a copy of it that is called .env; `make run` does not: export what you need, or give it as a flag,
+# MILLRACE_MAX_SEQ_LEN is --max-seq-len. A service run by itself listens on all addresses unless MILLRACE_HOST says
+# otherwise; the launcher makes that 127.0.0.1.
 """
 
 
