@@ -76,6 +76,37 @@ def test_an_engine_that_tells_no_times_is_bounded_by_tokens_alone():
     assert model.prefill_budget(StepShape(1, 100, 0, 0.0), 0, 2.5) is None
 
 
+def _cpu_ms(shape: StepShape) -> float:
+    """A CPU: the wide form of the weights is read for prompts besides the narrow one, and KV is gathered."""
+    base = 20.0 + 1.5 * shape.decode_rows + 4e-4 * shape.decode_kv
+    if not shape.prefill_tokens:
+        return base
+    return base + 14.0 + 0.004 * shape.prefill_kv + 0.5 * shape.prefill_tokens + 2e-4 * shape.prefill_reads
+
+
+@pytest.mark.parametrize("hiccup", [False, True])
+def test_a_long_prompt_beside_a_few_rows_keeps_to_its_ratio(hiccup):
+    model, kv = CostModel(), 8 * 100
+    for start in (0, 0, 0, 512, 1024, 1536):
+        alone = StepShape(0, 0, 512, 512 * (start + 256), start + 512)
+        model.observe(alone, _cpu_ms(alone))
+    for _ in range(40):
+        kv += 8
+        model.observe(StepShape(8, kv, 0, 0.0), _cpu_ms(StepShape(8, kv, 0, 0.0)))
+    start, ratios = 0, []
+    while start < 4000:
+        kv += 8
+        decode = StepShape(8, kv, 0, 0.0)
+        tokens = model.prefill_budget(decode, start, 2.5)
+        mixed = StepShape(8, kv, tokens, tokens * (start + tokens / 2), start + tokens)
+        took_ms = _cpu_ms(mixed)
+        ratios.append(took_ms / _cpu_ms(decode))
+        model.observe(mixed, took_ms * (10 if hiccup and len(ratios) == 5 else 1))
+        start += tokens
+    steady = ratios[10:]
+    assert max(steady) < 2.9 and sum(steady) / len(steady) == pytest.approx(2.5, rel=0.1)
+
+
 def test_first_steps_and_hiccups_teach_little():
     rng, model = random.Random(5), CostModel()
     for i in range(600):

@@ -1,31 +1,36 @@
 """The cost model: how long a step will take, learnt from how long steps took.
 
-A step costs a fixed part, a part per decode row and per token of KV that those rows read, and a part per prompt
-token that grows with the depth it is computed at. The five factors are fitted by recursive least squares with slow
-forgetting, so the model follows the machine. Scheduling asks one question of it: how many prompt tokens fit
-into a step without making running streams wait too long.
+The decode rows of a step cost a fixed part, a part per row and per token of KV that they read. Prompt tokens add a
+fixed part (the weights are read in another form, or once more), a part per token of KV that their rows read, and a
+part per prompt token that grows with the depth it is computed at. Both halves are fitted by recursive least squares
+with slow forgetting, so the model follows the machine; the decode half by steps without prompt tokens, as soon as
+there are some. Scheduling asks one question: how many prompt tokens fit into a step without making running
+streams wait too long.
 """
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 FORGETTING = 0.995
 MIN_STEPS = 8
-"""Steps with prompt tokens to learn from before the model counts as fitted."""
+"""Steps of a kind to learn from before its half counts as fitted."""
 
 WARM_UP_STEPS = 2
 """First steps of each kind teach nothing: they pay for what is compiled or allocated once."""
 
-COLD_TOKENS = 256
+COLD_TOKENS = 64
 """Prompt tokens beside running rows while the model is not fitted."""
 
-MAX_SURPRISE = 4.0
+MAX_SURPRISE = 1.5
 """A step that took longer than this many times what was expected counts as this much: a hiccup is no trend."""
 
 MIN_CHUNK_TOKENS = 16
 """A prompt always advances by this much, or the requests behind it would never start."""
+
+Features = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +42,69 @@ class StepShape:
         decode_kv: tokens of KV that those rows read.
         prefill_tokens: prompt tokens computed.
         prefill_reads: sum over them of the tokens before each.
+        prefill_kv: tokens of KV that the rows of prompts read, each once.
     """
 
     decode_rows: int
     decode_kv: int
     prefill_tokens: int
     prefill_reads: float
+    prefill_kv: int = 0
+
+
+class _Fit:
+    """Recursive least squares of a few factors, none of which counts as negative.
+
+    Args:
+        spread: how far from zero each factor may be expected. What equal steps cannot tell apart goes to the factors
+            with the widest.
+    """
+
+    def __init__(self, *spread: float) -> None:
+        self._weights = np.zeros(len(spread))
+        self._spread = np.diag(spread)
+        self._seen = 0
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether enough was seen."""
+        return self._seen >= MIN_STEPS
+
+    @property
+    def factors(self) -> Features:
+        """The factors."""
+        return np.maximum(self._weights, 0.0)
+
+    def predict(self, x: Features) -> float:
+        """Milliseconds for features."""
+        return float(x @ self.factors)
+
+    def observe(self, x: Features, took_ms: float) -> None:
+        """Learn from features and what they took."""
+        self._seen += 1
+        gain = self._spread @ x
+        gain /= FORGETTING + x @ gain
+        self._weights += gain * (took_ms - x @ self._weights)
+        self._spread = (self._spread - np.outer(gain, x @ self._spread)) / FORGETTING
+        # Without this a feature that stays at zero for long would let its uncertainty grow beyond all bounds.
+        np.fill_diagonal(self._spread, np.minimum(self._spread.diagonal(), 1e6))
 
 
 class CostModel:
     """Predicts milliseconds of a step, once it has seen enough of them."""
 
     def __init__(self) -> None:
-        self._weights = np.zeros(5)
-        self._spread = np.eye(5) * 1e4
+        self._decode = _Fit(*[1e4] * 3)
+        # A cost that may be of each token must not be taken for a fixed one: the budget would have no bound.
+        self._prefill = _Fit(1.0, 1.0, 1e4, 1e4)
+        self._joint = _Fit(1e4, 1e4, 1e4, 1.0, 1e4, 1e4)
         self._seen = [0, 0]
         self._num_untimed = 0
 
     @property
     def is_fitted(self) -> bool:
-        """Whether steps with prompt tokens were seen often enough."""
-        return self._seen[1] >= MIN_STEPS + WARM_UP_STEPS
+        """Whether enough was seen of both halves."""
+        return self._joint.is_fitted or (self._prefill.is_fitted and self._decode.is_fitted)
 
     def observe(self, shape: StepShape, forward_ms: float) -> None:
         """Learn from a step that has retired; steps of unknown duration teach nothing."""
@@ -68,19 +115,34 @@ class CostModel:
         self._seen[kind] += 1
         if self._seen[kind] <= WARM_UP_STEPS:
             return
+        decode, prefill = _features(shape)
+        if not kind:
+            if self._decode.is_fitted:
+                forward_ms = min(forward_ms, MAX_SURPRISE * self._decode.predict(decode))
+            self._decode.observe(decode, forward_ms)
+            return
         if self.is_fitted:
             forward_ms = min(forward_ms, MAX_SURPRISE * self.predict_ms(shape))
-        x = _features(shape)
-        gain = self._spread @ x
-        gain /= FORGETTING + x @ gain
-        self._weights += gain * (forward_ms - x @ self._weights)
-        self._spread = (self._spread - np.outer(gain, x @ self._spread)) / FORGETTING
-        # Without this a feature that stays at zero for long would let its uncertainty grow beyond all bounds.
-        np.fill_diagonal(self._spread, np.minimum(self._spread.diagonal(), 1e6))
+        if self._decode.is_fitted or not shape.decode_rows:
+            base_ms = self._decode.predict(decode) if shape.decode_rows else 0.0
+            self._prefill.observe(prefill, max(0.0, forward_ms - base_ms))
+        else:
+            self._joint.observe(np.concatenate((decode, prefill[1:])), forward_ms)
 
     def predict_ms(self, shape: StepShape) -> float:
-        """Predict the duration of a step; no factor counts as negative."""
-        return float(_features(shape) @ np.maximum(self._weights, 0.0))
+        """Predict the duration of a step."""
+        decode, prefill = _features(shape)
+        base_ms = float(decode @ self._decode_factors()) if shape.decode_rows else 0.0
+        return base_ms + (float(prefill @ self._prefill_factors()) if shape.prefill_tokens else 0.0)
+
+    def _decode_factors(self) -> Features:
+        return self._decode.factors if self._decode.is_fitted else self._joint.factors[:3]
+
+    def _prefill_factors(self) -> Features:
+        if self._prefill.is_fitted:
+            return self._prefill.factors
+        # Where every step has prompt tokens, their fixed part cannot be told from that of the decode rows.
+        return np.concatenate((np.zeros(1), self._joint.factors[3:]))
 
     def prefill_budget(self, decode: StepShape, depth: int, max_gap_ratio: float) -> int | None:
         """How many prompt tokens may join a step of decode rows.
@@ -97,10 +159,12 @@ class CostModel:
             return None
         if not self.is_fitted:
             return COLD_TOKENS
-        per_token, per_read = np.maximum(self._weights[3:], 0.0) / 1e3
-        spare_ms = max(0.0, max_gap_ratio - 1.0) * self.predict_ms(decode)
-        linear = per_token + per_read * depth / 1e3
-        square = per_read / 2e3
+        fixed, per_kv, per_token, per_read = self._prefill_factors()
+        spare_ms = max(0.0, max_gap_ratio - 1.0) * self.predict_ms(decode) - fixed - per_kv * depth / 1e3
+        if spare_ms <= 0.0:
+            return MIN_CHUNK_TOKENS
+        linear = (per_token + per_read * depth / 1e3 + per_kv) / 1e3
+        square = per_read / 2e6
         if square > 0.0:
             tokens = (math.sqrt(linear * linear + 4.0 * square * spare_ms) - linear) / (2.0 * square)
         elif linear > 0.0:
@@ -110,8 +174,8 @@ class CostModel:
         return max(MIN_CHUNK_TOKENS, int(tokens))
 
 
-def _features(shape: StepShape) -> np.ndarray:
-    """Scaled so that factors of real machines are of one order: rows by 100, reads and tokens by 1000s."""
-    return np.array(
-        [1.0, shape.decode_rows / 1e2, shape.decode_kv / 1e5, shape.prefill_tokens / 1e3, shape.prefill_reads / 1e6]
-    )
+def _features(shape: StepShape) -> tuple[Features, Features]:
+    """Of the decode rows and of the prompts; scaled so that factors of real machines are of one order."""
+    decode = np.array([1.0, shape.decode_rows / 1e2, shape.decode_kv / 1e5])
+    prefill = np.array([1.0, shape.prefill_kv / 1e3, shape.prefill_tokens / 1e3, shape.prefill_reads / 1e6])
+    return decode, prefill

@@ -175,7 +175,8 @@ class Scheduler:
         self._next_step += 1
         prefill_tokens = sum(chunk.length for chunk in chunks)
         reads = sum(chunk.length * (chunk.start + chunk.length / 2) for chunk in chunks)
-        self._flights.append(_Flight(step, StepShape(len(rows), shape.decode_kv, prefill_tokens, reads)))
+        kv = sum(chunk.start + chunk.length for chunk in chunks)
+        self._flights.append(_Flight(step, StepShape(len(rows), shape.decode_kv, prefill_tokens, reads, kv)))
         self.prefill.headroom.relax()
         self._count_admissions()
         return batch
