@@ -51,6 +51,13 @@ def test_all_but_probes_want_a_key(start_api: StartApi, engine: EngineSide, tmp_
     assert "secret-key" not in api.get("/metrics").text
 
 
+@pytest.mark.parametrize("path", ["/", "/livez", "/startupz", "/readyz", "/health"])
+def test_probes_answer_head(api: RunningApi, path: str) -> None:
+    answer = httpx.head(api.url + path)
+    assert answer.status_code == 200
+    assert not answer.content
+
+
 def test_metrics_may_have_a_key_of_their_own(start_api: StartApi) -> None:
     api = start_api(metrics_key="numbers")
     assert api.get("/metrics").status_code == 401

@@ -1,4 +1,7 @@
-"""Probes, metrics, version, and a page for people who open the address in a browser."""
+"""Probes, metrics, version, and a page for people who open the address in a browser.
+
+Probes answer HEAD too: some load balancers and `wget --spider` ask so.
+"""
 
 import html
 from typing import Final
@@ -22,12 +25,14 @@ def _json(status: int, body: dict[str, object]) -> Response:
     return Response(msgspec.json.encode(body), status, _NO_STORE, "application/json")
 
 
+@router.head("/livez", include_in_schema=False)
 @router.get("/livez")
 async def livez() -> Response:
     """Say that the process lives: its event loop answers."""
     return _json(200, {"alive": True})
 
 
+@router.head("/startupz", include_in_schema=False)
 @router.get("/startupz")
 async def startupz(request: Request) -> Response:
     """Say whether starting is over."""
@@ -36,7 +41,9 @@ async def startupz(request: Request) -> Response:
     return _json(200 if started else 503, {"started": started, "missing": service.missing()})
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def readyz(request: Request) -> Response:
     """Say whether requests would be served, and what is missing if not."""
@@ -58,6 +65,7 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.render(), 200, _NO_STORE, CONTENT_TYPE)
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/")
 async def page(request: Request) -> Response:
     """Say what this is and where its interfaces are."""
