@@ -23,6 +23,7 @@ from shared.settings import ServiceSettings
 log = logging.getLogger(__name__)
 
 WORKERS: Final[tuple[Role, ...]] = ("tokenizer", "scheduler", "detokenizer")
+ROLES: Final[tuple[Role, ...]] = ("api", *WORKERS)
 NAMES: Final[dict[Role, str]] = {"tokenizer": "tokenizer", "scheduler": "engine", "detokenizer": "detokenizer"}
 """What people call a role: in readiness and in errors."""
 MEMORY_LIMIT: Final = 0.7
@@ -69,8 +70,8 @@ class Fleet:
         self._version = version
         self._port = port
         self._on_reconnect = on_reconnect
-        roles: tuple[Role, ...] = ("api", *WORKERS)
-        self._observer = Observer(incarnation, leases={role: settings.lease_s(role) for role in roles})
+        self._observer = Observer(incarnation, leases={role: settings.lease_s(role) for role in ROLES})
+        self._living: dict[Role, dict[str, Heartbeat]] = {role: {} for role in ROLES}
         self._beats: dict[tuple[Role, str], int] = {}
         self._changed: dict[tuple[Role, str], float] = {}
         self._models: dict[str, int] = {settings.served_model_name: int(time.time())}
@@ -120,14 +121,14 @@ class Fleet:
 
     async def _look(self) -> None:
         self._beat += 1
-        roles: tuple[Role, ...] = ("api", *WORKERS)
         mine = self._heartbeat()
         self._written = encode(mine)
-        seen = await self._broker.run(beat_and_look(self._broker.keys, "api", self._me, mine, roles))
+        seen = await self._broker.run(beat_and_look(self._broker.keys, "api", self._me, mine, ROLES))
         self._observer.note(seen)
+        self._judge()
         now = time.monotonic()
         for role in WORKERS:
-            for name, beat in self._observer.living(role).items():
+            for name, beat in self._living[role].items():
                 self._models.setdefault(beat.model, int(time.time())) if beat.model else None
                 if self._beats.get((role, name)) != beat.beat:
                     self._beats[role, name] = beat.beat
@@ -145,12 +146,17 @@ class Fleet:
 
     def _lost(self) -> None:
         self._observer.lost()
+        self._judge()
         now = time.monotonic()
         self._changed = dict.fromkeys(self._changed, now)
 
+    def _judge(self) -> None:
+        """Read the heartbeats of the living once per look: they are asked for with every request and sweep."""
+        self._living = {role: self._observer.living(role) for role in ROLES}
+
     def living(self, role: Role, model: str) -> list[Heartbeat]:
         """Give the living of a role that serve a model."""
-        return [beat for beat in self._observer.living(role).values() if beat.model in (model, "")]
+        return [beat for beat in self._living[role].values() if beat.model in (model, "")]
 
     def last_beat(self, role: Role, model: str) -> float:
         """Say when anybody of a role was last seen to beat (monotonic seconds), or NEVER."""
@@ -177,7 +183,7 @@ class Fleet:
     @property
     def num_open_elsewhere(self) -> int:
         """Choices in flight at the other replicas, as they said it last."""
-        return sum(beat.num_running for name, beat in self._observer.living("api").items() if name != self._me)
+        return sum(beat.num_running for name, beat in self._living["api"].items() if name != self._me)
 
     def missing(self, model: str) -> list[str]:
         """Name what a request for a model would lack now."""

@@ -68,7 +68,7 @@ def model_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if scheduler.engine == "fake" and not model:
         added["MILLRACE_MODEL"] = model = BYTES_NAME
     try:
-        files = locate(model, scheduler.model_source)
+        files = locate(model, scheduler.model_source, revision=scheduler.model_revision)
     except ConfigError as e:
         raise ConfigError(f"MILLRACE_MODEL: {e}") from e
     if not environ.get("MILLRACE_SERVED_MODEL_NAME"):

@@ -204,7 +204,7 @@ def test_a_service_that_stays_away(start_api: StartApi, engine: EngineSide) -> N
     api.wait_ready()
     before = started(api, engine)
     engine.roles.discard("scheduler")
-    engine.wait_for_beats(8)
+    engine.wait_for_beats(12)  # more than a beat of an api that looked just before the last one
     during = Client(api, HI)
     answer = during.answer()
     assert answer.status_code == 503
