@@ -20,6 +20,7 @@ class Stream:
     """Arrivals of one stream's text, on this process's clock."""
 
     arrivals: list[float] = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gaps(self, since: float, until: float) -> list[float]:
         """Gaps that end between two moments."""
@@ -34,6 +35,7 @@ async def read(client: httpx.AsyncClient, body: dict[str, object], stream: Strea
         async for line in answer.aiter_lines():
             if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
                 stream.arrivals.append(time.perf_counter())
+                stream.begun.set()
 
 
 def prompt_of(num_tokens: int) -> str:
@@ -78,8 +80,7 @@ async def measure(args: argparse.Namespace) -> None:
             asyncio.create_task(read(client, {**body, "prompt": f"Number {i}: " + prompt_of(30)}, stream))
             for i, stream in enumerate(streams)
         ]
-        while not all(stream.arrivals for stream in streams):
-            await asyncio.sleep(0.05)
+        await asyncio.gather(*(stream.begun.wait() for stream in streams))
         await asyncio.sleep(1.0)
         quiet = time.perf_counter()
         await asyncio.sleep(args.quiet)
@@ -100,9 +101,8 @@ async def measure(args: argparse.Namespace) -> None:
     show("beside a long prompt", beside)
     ratio = percentile(beside, 0.99) / percentile(without, 0.99)
     print(f"p99 of the gaps: {ratio:.2f} times")
-    print(
-        f"first token of {args.tokens} tokens: {alone:.2f} s alone, {min(under):.2f} s beside: {min(under) / alone:.2f} times"
-    )
+    slowdown = min(under) / alone
+    print(f"first token of {args.tokens} tokens: {alone:.2f} s alone, {min(under):.2f} s beside: {slowdown:.2f} times")
 
 
 def main() -> None:
