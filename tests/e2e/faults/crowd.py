@@ -1,6 +1,7 @@
 """Many clients at once, cheap enough for hundreds of streams beside the stack that serves them."""
 
 import asyncio
+import io
 import json
 import threading
 import time
@@ -68,7 +69,9 @@ class Client:
         """Ask and listen to the end."""
         self.began_s = self.last_s = time.monotonic()
         try:
-            async with session.post(self.url + path, json=self.body, headers=self.given_headers) as response:
+            headers = {"Content-Type": "application/json", **self.given_headers}
+            data = io.BytesIO(json.dumps(self.body).encode())
+            async with session.post(self.url + path, data=data, headers=headers) as response:
                 self.headers = {k.lower(): v for k, v in response.headers.items()}
                 self.status = response.status
                 if self.status != 200 or not self.body.get("stream"):
