@@ -33,11 +33,12 @@ class Choice:
         held_at: monotonic seconds when an engine was last known to hold the request.
         reading: the log is being read; deltas that ring meanwhile set `again`.
         behind: deltas were left in the log because the client is slow.
+        closed: nobody waits for it any more.
     """
 
     __slots__ = (
-        "again", "attempt", "behind", "cached_tokens", "ended", "entry", "exchange", "held_at", "index", "last_id",
-        "opened", "prompt", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids", "touched",
+        "again", "attempt", "behind", "cached_tokens", "closed", "ended", "entry", "exchange", "held_at", "index",
+        "last_id", "opened", "prompt", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids", "touched",
         "uid", "unheld",
     )  # fmt: skip
 
@@ -62,8 +63,13 @@ class Choice:
         self.reading = False
         self.again = False
         self.behind = False
+        self.closed = False
         self.prompt_tokens = 0
         self.cached_tokens = 0
+
+    def is_closed(self) -> bool:
+        """Whether its client is gone or served; it may change during any wait."""
+        return self.closed
 
     @property
     def text(self) -> str:

@@ -8,7 +8,7 @@ with what was told, and one that ended well but disagrees ends the answer with `
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from services.api import log_reading
@@ -47,6 +47,7 @@ class Repair:
         metrics: of the api; reads and reopens are counted.
         repair_after: seconds of silence before a log is looked at.
         reopen_after: seconds without a holder before a request is opened again.
+        end_stray: ends a uid for which nobody waits any more.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Repair:
         *,
         repair_after: float,
         reopen_after: float,
+        end_stray: Callable[[str], None],
     ) -> None:
         self._broker = broker
         self._replica = replica
@@ -65,6 +67,7 @@ class Repair:
         self._metrics = metrics
         self._repair_after = repair_after
         self._reopen_after = reopen_after
+        self._end_stray = end_stray
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, choice: Choice) -> None:
@@ -183,6 +186,8 @@ class Repair:
 
     async def _reopen(self, choice: Choice, expect: LogId, why: str) -> None:
         """Queue a choice again with what its client was told. CHANGED: somebody wrote meanwhile, so read again."""
+        if choice.is_closed():
+            return
         choice.reopens += 1
         if choice.reopens > MAX_REOPENS:
             choice.exchange.fail(GIVEN_UP)
@@ -194,6 +199,9 @@ class Repair:
         opened = await self._broker.run(open_request(self._broker.keys, request, [again], cap=None))
         if opened.outcome != "OK":
             choice.again = True
+            return
+        if choice.is_closed():  # its client left during the round trip: its end may have come before this log
+            self._end_stray(choice.uid)
             return
         choice.last_id, choice.entry = opened.log_ids[0], opened.entry
         choice.attempt = split_log_id(opened.log_ids[0])[0]

@@ -111,6 +111,7 @@ class Replies:
         now = time.monotonic()
         self.exchanges.discard(exchange)
         for choice in exchange.choices:
+            choice.closed = True
             if self.choices.pop(choice.uid, None) is None:
                 continue
             self._recent[choice.uid] = now

@@ -60,6 +60,7 @@ class ApiService:
         self.repair = Repair(
             self.broker, self.incarnation, self.fleet, self.metrics,
             repair_after=settings.repair_after, reopen_after=settings.reopen_after,
+            end_stray=lambda uid: self.janitor.end(uid, CLIENT_GONE),
         )  # fmt: skip
         self.replies = Replies(self.broker, self.incarnation, self.janitor, self.repair, self.metrics)
         self.admission = Admission(settings, self.fleet)

@@ -141,8 +141,11 @@ class Inbox:
             if known is None:
                 self._ledger.add(held)
             elif known.phase is Phase.WAITING:
-                self._endings.drop(known)
-                self._ledger.add(held)
+                if _order(held.entry) < _order(known.entry):  # read before the newer one was, told after it
+                    self._endings.delete(held.entry)
+                else:
+                    self._endings.drop(known)
+                    self._ledger.add(held)
             else:
                 self._twins[entry.uid] = held
 
@@ -221,3 +224,9 @@ class Inbox:
         else:
             self._endings.drop(known)
             self._ledger.add(held)
+
+
+def _order(entry: bytes) -> tuple[int, int]:
+    """Say where an entry stands in its stream."""
+    ms, _, sequence = entry.partition(b"-")
+    return int(ms), int(sequence)
