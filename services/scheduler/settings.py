@@ -38,9 +38,9 @@ class SchedulerSettings(ModelSettings):
         cache: `naive` computes every prompt from its first token.
         attention_backend: name, or `prefill,decode` names.
         moe_backend: kernels of mixture-of-experts layers.
-        cuda_graph_max_bs: largest batch with a captured graph; 0 captures none, unset is chosen by the device.
+        cuda_graph_max_bs: largest batch with a captured graph on a GPU; 0 captures none, unset is chosen by the device.
         disable_overlap: settle each step before the next is planned.
-        disable_custom_all_reduce: NCCL alone between GPUs.
+        disable_custom_all_reduce: NCCL alone between GPUs; there is no other way yet, so it changes nothing.
         stuck_after: seconds one step may take; then the process tells where it stands and ends, so that others take
             its requests over. A step on a slow processor may take long; 0 waits for ever.
         threads: threads of one operation on a CPU; unset is all cores the process may use.
