@@ -22,6 +22,7 @@ from services.scheduler.engine.kernels.decode_attention import (
     decode_attention,
     plan_decode,
 )
+from services.scheduler.engine.kernels.few_linear import few_linear
 from services.scheduler.engine.kernels.gumbel import gumbel_sample
 from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store
 
@@ -114,12 +115,12 @@ def check(p: Problem, run: Callable[[int], None]) -> float:
 
 
 def triton_runner(
-    p: Problem, programs: int, block: int, warps: int, stages: int, chunk: int
+    p: Problem, programs: int, block: int, warps: int, stages: int, chunk: int, rounds: int = 2
 ) -> tuple[Callable[[], None], Callable[[int], None]]:
     """Our kernel: the plan, and one layer."""
-    ws = DecodeWorkspace.allocate(256, 4096, NUM_KV * p.group, NUM_KV, DIM, torch.device("cuda"), programs)
+    ws = DecodeWorkspace.allocate(256, 4096, NUM_KV * p.group, NUM_KV, DIM, torch.device("cuda"), 2 * programs)
 
-    shape = DecodeShape(programs, block, warps, stages, chunk)
+    shape = DecodeShape(programs, block, warps, stages, chunk, rounds)
     slots = torch.arange(p.rows, dtype=torch.int32, device="cuda")
 
     def layer(i: int) -> None:
@@ -195,6 +196,42 @@ def attempt(
         print(json.dumps({"kernel": name, **facts, "failed": str(e)[:200]}), flush=True)
 
 
+def _shapes(rows: int) -> list[tuple[int, int, int, int, int]]:
+    """Cuts worth trying: programs per multiprocessor, block, warps, stages, rounds."""
+    if rows <= 16:
+        return [(per, 64, 4, s, r) for s in (2, 3, 4) for per in (1, 2, 3, 4, 6, 8) for r in (1, 2)]
+    return [(per, b, 4, s, r) for b in (32, 64) for s in (2, 3, 4) for per in (2, 3, 4, 6) for r in (1, 2, 4)]
+
+
+def bench_few() -> None:
+    """The products of a layer of Qwen3-0.6B for a handful of tokens, beside cuBLAS."""
+    for rows in (1, 2, 4):
+        for name, size, num_out in (
+            ("qkv", 1024, 4096),
+            ("o", 2048, 1024),
+            ("gate_up", 1024, 6144),
+            ("down", 3072, 1024),
+        ):
+            weights = [torch.randn(num_out, size, device="cuda").bfloat16() for _ in range(20)]
+            x = torch.randn(rows, size, device="cuda").bfloat16()
+            stream = torch.randn(rows, num_out, device="cuda").bfloat16()
+            norm = (torch.ones(size, device="cuda").bfloat16(), 1e-6)
+
+            def ours(name=name, weights=weights, x=x, stream=stream, norm=norm) -> None:
+                for weight in weights:
+                    if name in ("qkv", "gate_up"):
+                        few_linear(x, weight, norm=norm, gated=name == "gate_up")
+                    else:
+                        few_linear(x, weight, add_to=stream)
+
+            def theirs(weights=weights, x=x) -> None:
+                for weight in weights:
+                    torch.nn.functional.linear(x, weight)
+
+            us = {who: round(time_graph(body) * 50, 2) for who, body in (("ours", ours), ("cublas", theirs))}
+            print(json.dumps({"kernel": f"few {name}", "rows": rows, **us}), flush=True)
+
+
 def bench_attention(steps: list[int], groups: list[int], with_flashinfer: bool, sweep: bool) -> None:
     """All candidates over lengths, groups, orders and page sizes."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -211,32 +248,16 @@ def bench_attention(steps: list[int], groups: list[int], with_flashinfer: bool, 
                         "order": order,
                         "page": page,
                     }
-                    shapes = (
-                        [
-                            (per, b, w, s, c)
-                            for b in (32, 64, 128)
-                            for w in (2, 4)
-                            for s in (2, 3, 4)
-                            for per in (2, 3, 4, 6)
-                            for c in ((2048,) if step < 0 else (512, 1024, 2048))
-                        ]
-                        if sweep
-                        else [(4, 64, 4, 2, 2048)]
-                    )
-                    for per, block, warps, stages, chunk in shapes:
+                    shapes = _shapes(p.rows) if sweep else [(4, 64, 4, 2, 2)]
+                    for per, block, warps, stages, rounds in shapes:
                         more = {
-                            **facts,
-                            "per_sm": per,
-                            "block": block,
-                            "warps": warps,
-                            "stages": stages,
-                            "chunk": chunk,
-                        }
+                            **facts, "per_sm": per, "block": block, "warps": warps, "stages": stages, "rounds": rounds,
+                        }  # fmt: skip
                         attempt(
                             "triton",
                             p,
-                            lambda per=per, b=block, w=warps, s=stages, c=chunk, p=p: triton_runner(
-                                p, sms * per, b, w, s, c
+                            lambda per=per, b=block, w=warps, s=stages, r=rounds, p=p: triton_runner(
+                                p, sms * per, b, w, s, 2048, r
                             ),
                             more,
                         )
@@ -290,6 +311,7 @@ def main() -> None:
     steps = [int(s) for s in flags.steps.split(",")]
     groups = [int(g) for g in flags.groups.split(",")]
     if not flags.skip_small:
+        bench_few()
         bench_small()
     bench_attention(steps, groups, not flags.skip_flashinfer, flags.sweep)
 

@@ -67,6 +67,7 @@ class ForwardContext:
         logits_index: (num_wanted,) int64, tokens whose logits are wanted; None for all.
         fused: the same attention where it can also do what comes before; layers prefer it.
         num_decode: the first tokens are those of decode rows.
+        few: there are so few tokens, and all their final states are wanted, that layers with a form for that use it.
     """
 
     positions: Tensor
@@ -74,3 +75,4 @@ class ForwardContext:
     logits_index: Tensor | None
     fused: FusedAttention | None = None
     num_decode: int = 0
+    few: bool = False

@@ -11,7 +11,7 @@ import torch
 from services.scheduler.core.batch import Batch, SlotSetup
 from services.scheduler.core.ports import EngineLimits
 from services.scheduler.engine.gpu import GpuEngine
-from services.scheduler.engine.graph import graph_sizes
+from services.scheduler.engine.graph import decode_sizes, mixed_sizes
 from services.scheduler.engine.kernels.prefill_attention import TILE
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.memory import PoolRequest, plan_pages
@@ -44,7 +44,7 @@ def start_gpu_engine(
     """
     streams = Streams(model.device)
     most = MAX_GRAPH_ROWS if max_graph_rows is None else max_graph_rows
-    sizes = graph_sizes(min(limits.max_running, most))
+    sizes = decode_sizes(min(limits.max_running, most))
     try:
         reserve = 0
         if pool.num_pages is None and pool.kv_bytes is None:
@@ -60,7 +60,7 @@ def start_gpu_engine(
         )
         cache = KVCache.for_model(model.config, num_pages, limits.page_size, model.dtype, model.device)
         engine = GpuEngine(model, cache, replace(limits, num_pages=num_pages, kv_bytes=cache.nbytes), streams)
-        engine.capture(sizes)
+        engine.capture(sizes, mixed=bool(sizes))
         warm_up(engine)
     except torch.OutOfMemoryError as e:
         raise ConfigError(
@@ -81,9 +81,10 @@ def _measure(model: LlamaModel, limits: EngineLimits, streams: Streams, sizes: l
     step_bytes = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(model.device)[0]
-    probe.capture(sizes[-1:], show=False)
+    probe.capture(sizes[-1:], mixed=False, show=False)
     streams.finish()
-    graph_bytes = max(0, free - torch.cuda.mem_get_info(model.device)[0]) + _GRAPH_BYTES * len(sizes)
+    graph_bytes = max(0, free - torch.cuda.mem_get_info(model.device)[0])
+    graph_bytes += _GRAPH_BYTES * (len(sizes) + len(mixed_sizes(limits.max_step_tokens)))
     probe.close()
     own_bytes = before - torch.cuda.memory_allocated() if before else 0
     del probe, cache

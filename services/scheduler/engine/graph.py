@@ -1,15 +1,12 @@
-"""CUDA graphs of decode steps: one per padded number of rows, captured once and replayed with other numbers.
+"""CUDA graphs of forward passes: one per padded size, captured once and replayed with other numbers.
 
-Each size has two graphs: the forward pass, from the block to the final states, and the draw, from there to the
-tokens. Between the two the engine may wait for something, or draw in another way. Owns the graphs and their
-memory; knows neither requests nor slots.
+Owns the graphs, what they leave behind, and their memory; knows neither requests nor slots, nor what a size counts.
 """
 
 import gc
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,55 +16,58 @@ from tqdm import tqdm
 log = logging.getLogger(__name__)
 
 _SMALL: Final = (1, 2, 4)
+MAX_MIXED_TOKENS: Final = 2048
+"""Larger steps take the device longer than the host, graph or not."""
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """The numbers of rows that get a graph: dense where steps are short, and `max_rows` itself."""
+def decode_sizes(max_rows: int) -> list[int]:
+    """Rows of steps of single tokens that get a graph: dense where steps are short, and `max_rows` itself."""
     sizes = [*_SMALL, *range(8, min(max_rows, 256) + 1, 8), *range(272, max_rows + 1, 16), max_rows]
     return sorted({size for size in sizes if size <= max_rows})
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """One size.
-
-    Attributes:
-        rows: padding included.
-        forward: computes `hidden`.
-        hidden: (rows, hidden_size), written by `forward`.
-        draw: draws from `hidden`.
-    """
-
-    rows: int
-    forward: torch.cuda.CUDAGraph
-    hidden: Tensor
-    draw: torch.cuda.CUDAGraph
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Tokens of steps with prompts that get a graph: padding costs at most a tenth where products cost time."""
+    sizes = [16, *range(32, 513, 32), *range(576, 1025, 64), *range(1152, MAX_MIXED_TOKENS + 1, 128)]
+    return [size for size in sizes if size <= max_tokens]
 
 
-class DecodeGraphs:
-    """The graphs of an engine."""
+class StepGraphs:
+    """The graphs of one kind of step."""
 
-    def __init__(self, forward: Callable[[int], Tensor], draw: Callable[[Tensor], None]) -> None:
+    pool: Any = None
+    """Memory that all graphs of a process share: no two are replayed at the same time."""
+
+    def __init__(self, kind: str, compute: Callable[[int], Tensor]) -> None:
         """Say what is captured.
 
         Args:
-            forward: computes the final states of a decode step of that many rows, from buffers at fixed places.
-            draw: draws from final states, to buffers at fixed places.
+            kind: of step, for the log.
+            compute: computes a step of that size, from buffers at fixed places.
         """
-        self._forward = forward
-        self._draw = draw
-        self._graphs: dict[int, DecodeGraph] = {}
-        self._by_rows: list[DecodeGraph | None] = []
-        self._pool: Any = None
+        self._kind = kind
+        self._compute = compute
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._next: list[int] = []
 
     @property
     def sizes(self) -> list[int]:
         """The sizes that were captured."""
         return sorted(self._graphs)
 
-    def find(self, rows: int) -> DecodeGraph | None:
-        """The smallest graph for that many rows, if there is one."""
-        return self._by_rows[rows] if rows < len(self._by_rows) else None
+    def size_for(self, size: int) -> int | None:
+        """The smallest captured size that is not smaller, if there is one."""
+        return self._next[size] if size < len(self._next) else None
+
+    def replay(self, size: int) -> Tensor:
+        """Launch a captured step; returns what it leaves, always in the same place."""
+        graph, result = self._graphs[size]
+        graph.replay()
+        return result
+
+    def result(self, size: int) -> Tensor:
+        """What a captured step leaves, and will leave again."""
+        return self._graphs[size][1]
 
     def capture(self, sizes: list[int], *, show: bool = True) -> None:
         """Capture sizes, largest first, on the current stream; one that fails is left out with a warning.
@@ -78,27 +78,30 @@ class DecodeGraphs:
         gc.disable()
         try:
             hidden = not (show and sys.stderr.isatty())
-            for size in tqdm(sorted(sizes, reverse=True), "capturing graphs", leave=False, disable=hidden):
+            for size in tqdm(sorted(sizes, reverse=True), f"{self._kind} graphs", leave=False, disable=hidden):
                 try:
                     self._graphs[size] = self._capture(size)
                 except RuntimeError as e:  # out of memory too
-                    log.warning("no graph for %d rows: such steps run without one: %s", size, e)
+                    log.warning("no %s graph of %d: such steps run without one: %s", self._kind, size, e)
         finally:
             gc.enable()
-        self._by_rows = []
+        self._next = []
         for size in self.sizes:
-            self._by_rows += [self._graphs[size]] * (size + 1 - len(self._by_rows))
+            self._next += [size] * (size + 1 - len(self._next))
 
-    def _capture(self, rows: int) -> DecodeGraph:
+    def drop(self) -> None:
+        """Free the graphs."""
+        self._graphs = {}
+        self._next = []
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # Once without a graph: what libraries prepare at first use cannot be captured.
-        self._draw(self._forward(rows))
-        torch.cuda.current_stream().synchronize()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        self._compute(size)
         stream = torch.cuda.current_stream()
-        forward, draw = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, pool=self._pool, stream=stream):
-            hidden = self._forward(rows)
-        with torch.cuda.graph(draw, pool=self._pool, stream=stream):
-            self._draw(hidden)
-        return DecodeGraph(rows, forward, hidden, draw)
+        stream.synchronize()
+        if StepGraphs.pool is None:
+            StepGraphs.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=StepGraphs.pool, stream=stream):
+            result = self._compute(size)
+        return graph, result

@@ -35,6 +35,8 @@ class _Section:
 
 def _sections(max_rows: int, max_tokens: int, tile: int) -> tuple[list[_Section], list[_Section]]:
     """The front of the block, and what lies behind it."""
+    # The least number of places that a step padded for a graph may fill.
+    chunks = max(max_rows, 32)
     front = [
         _Section("slots", max_rows),
         _Section("seq_lens", max_rows),
@@ -51,15 +53,16 @@ def _sections(max_rows: int, max_tokens: int, tile: int) -> tuple[list[_Section]
         _Section("changes", 2 * MAX_CHANGES),
     ]
     behind = [
-        _Section("starts", max_rows),
-        _Section("lengths", max_rows),
-        _Section("offsets", max_rows),
+        _Section("chunk_slots", chunks),
+        _Section("chunk_starts", chunks),
+        _Section("chunk_lengths", chunks),
+        _Section("chunk_offsets", chunks),
+        _Section("tiles", 2 * (max_tokens // tile + chunks)),
         _Section("token_ids", max_tokens),
         _Section("token_slots", max_tokens),
         _Section("token_positions", max_tokens),
         _Section("token_mapping", max_tokens),
         _Section("wanted", 2 * (max_rows + max_tokens), "int64"),
-        _Section("tiles", 2 * (max_tokens // tile + max_rows)),
     ]
     return front, behind
 
@@ -68,26 +71,23 @@ class StepBlock:
     """The block and the page table of a device. Used by one thread, on one stream.
 
     Attributes:
-        max_rows: rows of a step, padding included.
+        max_rows: rows of a step at most.
         table: (slots + 1, columns) int32, device; the last line is padding's and stays 0.
         last_tokens: (slots + 1,) int32, device; the token drawn last for each slot.
         padding_slot: slot of padding rows.
     """
 
-    def __init__(
-        self, max_running: int, max_rows: int, columns: int, max_tokens: int, tile: int, device: torch.device
-    ) -> None:
+    def __init__(self, max_running: int, columns: int, max_tokens: int, tile: int, device: torch.device) -> None:
         """Reserve the memory.
 
         Args:
-            max_running: request slots.
-            max_rows: rows of the largest step, padding included.
+            max_running: request slots; a step has no more rows.
             columns: pages of the longest request.
             max_tokens: tokens of the largest step.
             tile: tokens of a tile of the prefill kernel.
             device: where it lies.
         """
-        self.max_rows = max_rows
+        self.max_rows = max_rows = max_running
         self.padding_slot = max_running
         self.table = torch.zeros((max_running + 1, columns), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int32, device=device)
@@ -198,6 +198,10 @@ class StepImage:
     def fill(self, name: str, first: int, last: int, value: int) -> None:
         """Write one value to the entries first .. last - 1."""
         self._image.sections[name][first:last] = value
+
+    def fill_pairs(self, name: str, first: int, last: int, value: int) -> None:
+        """Write one value to the first halves of the pairs first .. last - 1."""
+        self._image.sections[name][2 * first : 2 * last : 2] = value
 
     def put_changes(self, changes: IntArray) -> IntArray:
         """Write down as many changes of the page table as fit; returns those that do not."""

@@ -20,6 +20,8 @@ class Driver:
     def get_device_interface(self): return torch.cuda
 
 driver.set_active(Driver())
+from services.scheduler.engine.kernels import chain
+chain.is_supported = lambda: True
 compiled = []
 def compile_only(self, grid):
     def call(*args, **kwargs):
@@ -89,7 +91,14 @@ def test_the_others(dtype: str) -> None:
         lay_out_inputs(ints(3), ints(3), ints(9), ints(3).long(), ints(8, 2), ints(1), ints(9, 4))
         logits, floats, seeds = torch.zeros(3, 151_936, dtype=dtype), torch.ones(3), torch.ones(3, dtype=torch.int64)
         limits = keep_limits(logits, floats, ints(3), floats, floats)
+        from services.scheduler.engine.kernels.few_linear import few_linear
+        x = torch.zeros(4, 1024, dtype=dtype)
+        w = torch.zeros(4096, 1024, dtype=dtype)
+        few_linear(x, w, norm=(x[0], 1e-6))
+        few_linear(x, w, norm=(x[0], 1e-6), gated=True)
+        few_linear(x, torch.zeros(1024, 1024, dtype=dtype), add_to=x)
+        few_linear(torch.zeros(4, 3072, dtype=dtype), torch.zeros(1024, 3072, dtype=dtype), add_to=x)
         gumbel_sample(logits, floats, seeds)
         gumbel_sample(logits, floats, seeds, limits=limits, out=ints(3), feed=(ints(3), ints(9)))
-        check(12)
+        check(16)
     """)

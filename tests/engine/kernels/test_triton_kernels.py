@@ -135,10 +135,10 @@ def test_gumbel_draws_by_probability_whatever_the_row() -> None:
         value, token = gumbel_sample(logits, temperatures, seeds)
         assert token[1] == -1 and value[1].isnan() and (token[[0, 2]] >= 0).all()
         four = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-        draws = gumbel_sample(four.repeat(2000, 1), torch.ones(2000), torch.arange(2000) * 7919)[1]
-        share = torch.bincount(draws.long(), minlength=4) / 2000
+        draws = gumbel_sample(four.repeat(600, 1), torch.ones(600), torch.arange(600) * 7919)[1]
+        share = torch.bincount(draws.long(), minlength=4) / 600
         want = torch.softmax(four[0], 0)
-        assert (share - want).abs().max() < 0.04, share
+        assert (share - want).abs().max() < 0.07, share
     """)
 
 
@@ -221,4 +221,25 @@ def test_small_kernels_equal_their_plain_forms(dtype: str) -> None:
         for pool, new in zip(pools, (k, v)):
             assert torch.equal(pool[1, :, 1], new[0]) and torch.equal(pool[3, :, 7], new[2])
             assert pool.abs().sum() == new[[0, 2]].abs().sum()
+    """)
+
+
+def test_few_linear_equals_its_plain_form() -> None:
+    interpret("""
+        import torch, torch.nn.functional as F
+        from services.scheduler.engine.kernels.few_linear import few_linear, fits
+        torch.manual_seed(9)
+        for size, num_out in ((1024, 64), (600, 96)):
+            assert fits(num_out, size)
+            x, weight, norm = torch.randn(3, size), torch.randn(2 * num_out, size), torch.rand(size)
+            normed = F.rms_norm(x, (size,), norm, 1e-6)
+            tolerance = {"rtol": 1e-4, "atol": 1e-3}
+            assert torch.allclose(few_linear(x, weight, norm=(norm, 1e-6)), normed @ weight.t(), **tolerance)
+            gate, up = (normed @ weight.t()).chunk(2, -1)
+            found = few_linear(x, weight, norm=(norm, 1e-6), gated=True)
+            assert torch.allclose(found, F.silu(gate) * up, **tolerance)
+            stream = torch.randn(3, 2 * num_out)
+            want = stream + x @ weight.t()
+            assert few_linear(x, weight, add_to=stream) is stream
+            assert torch.allclose(stream, want, **tolerance)
     """)

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from services.scheduler.engine.kernels import chain
+
 MIN_CHUNK = 64
 MAX_CHUNK = 2048
 LOG2_E = 1.4426950408889634
@@ -31,6 +33,7 @@ class DecodeShape:
         warps: per program.
         stages: of the software pipeline.
         max_chunk: tokens of one work item at most.
+        rounds: work items per program that are aimed at.
     """
 
     programs: int
@@ -38,15 +41,16 @@ class DecodeShape:
     warps: int = 4
     stages: int = 2
     max_chunk: int = MAX_CHUNK
+    rounds: int = 2
 
 
 def decode_shape(rows: int, multiprocessors: int) -> DecodeShape:
     """The cut that was fastest on an H200 for that many rows."""
     if rows > 64:
         return DecodeShape(4 * multiprocessors)
-    if rows > 16:
-        return DecodeShape(3 * multiprocessors, stages=4)
-    return DecodeShape(2 * multiprocessors, stages=3)
+    if rows > 4:
+        return DecodeShape(3 * multiprocessors, stages=3, rounds=1)
+    return DecodeShape(4 * multiprocessors, stages=3, rounds=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +113,14 @@ def _plan_kernel(
     ROWS: tl.constexpr,
     LO: tl.constexpr,
     HI: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
     """Choose the chunk so that all items fill the grid a few times, then list (row, chunk) in row order."""
+    chain.follow(CHAIN)
     r = tl.arange(0, ROWS)
     lens = tl.load(seq_lens + r, mask=r < num_rows, other=0)
     total = tl.sum(lens)
-    want = tl.cdiv(total * num_heads, programs * 2)
+    want = tl.cdiv(total * num_heads, programs)
     chunk = tl.minimum(tl.maximum(tl.cdiv(want, LO) * LO, LO), HI)
     counts = tl.cdiv(lens, chunk)
     ends = tl.cumsum(counts, 0)
@@ -135,8 +141,9 @@ def _decode_kernel(
     q, k_cache, v_cache, out, page_table, slots, seq_lens, items, plan, first_item, arrivals, partial, lse,
     scale, stride_q, stride_page, stride_head, stride_table, stride_out,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
+    chain.follow(CHAIN)
     num_items = tl.load(plan) * NUM_KV
     chunk = tl.load(plan + 1)
     g = tl.arange(0, GROUP_PAD)
@@ -221,8 +228,8 @@ def plan_decode(ws: DecodeWorkspace, seq_lens: torch.Tensor, num_kv_heads: int, 
     A row of length 0 is padding: nothing of it is read, and its output is not written.
     """
     _plan_kernel[(1,)](
-        seq_lens, ws.items, ws.plan, ws.first_item, seq_lens.shape[0], num_kv_heads, shape.programs,
-        ROWS=triton.next_power_of_2(max(ws.max_rows, 2)), LO=MIN_CHUNK, HI=shape.max_chunk, num_warps=4,
+        seq_lens, ws.items, ws.plan, ws.first_item, seq_lens.shape[0], num_kv_heads, shape.programs * shape.rounds,
+        ROWS=triton.next_power_of_2(max(ws.max_rows, 2)), LO=MIN_CHUNK, HI=shape.max_chunk, num_warps=4, **chain.options(),
     )  # fmt: skip
 
 
@@ -252,5 +259,5 @@ def decode_attention(
         q, k_cache, v_cache, out, page_table, slots, seq_lens, ws.items, ws.plan, ws.first_item, ws.arrivals, ws.partial, ws.lse,
         scale * LOG2_E, q.stride(0), k_cache.stride(0), k_cache.stride(1), page_table.stride(0), out.stride(0),
         NUM_KV=num_kv, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, PAGE=page, BLOCK=shape.block,
-        WINDOW=window or 0, num_warps=shape.warps, num_stages=shape.stages,
+        WINDOW=window or 0, num_warps=shape.warps, num_stages=shape.stages, **chain.options(),
     )  # fmt: skip

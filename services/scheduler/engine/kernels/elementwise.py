@@ -7,9 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from services.scheduler.engine.kernels import chain
+
 
 @triton.jit
-def _norm_kernel(x, residual, weight, out, eps, stride_x, stride_r, stride_out, size, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+def _norm_kernel(x, residual, weight, out, eps, stride_x, stride_r, stride_out, size, BLOCK: tl.constexpr, ADD: tl.constexpr, CHAIN: tl.constexpr):  # fmt: skip
+    chain.follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     live = i < size
@@ -42,13 +45,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     block = triton.next_power_of_2(size)
     _norm_kernel[(rows,)](
         x, stream, weight, out, eps, x.stride(0), stream.stride(0), out.stride(0), size,
-        BLOCK=block, ADD=residual is not None, num_warps=min(8, max(1, block // 512)),
+        BLOCK=block, ADD=residual is not None, num_warps=min(8, max(1, block // 512)), **chain.options(),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_kernel(gate_up, out, stride_in, stride_out, size, BLOCK: tl.constexpr):
+def _silu_kernel(gate_up, out, stride_in, stride_out, size, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+    chain.follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < size
@@ -65,13 +69,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
     _silu_kernel[(rows, triton.cdiv(size, block))](
-        gate_up, out, gate_up.stride(0), out.stride(0), size, BLOCK=block, num_warps=4
+        gate_up, out, gate_up.stride(0), out.stride(0), size, BLOCK=block, num_warps=4, **chain.options()
     )
     return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _inputs_kernel(ids, token_slots, last_tokens, input_ids, pages, num_changes, table, num_tokens, BLOCK: tl.constexpr):  # fmt: skip
+def _inputs_kernel(ids, token_slots, last_tokens, input_ids, pages, num_changes, table, num_tokens, BLOCK: tl.constexpr, CHAIN: tl.constexpr):  # fmt: skip
+    chain.follow(CHAIN)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < num_tokens
     token = tl.load(ids + i, mask=live, other=0)
@@ -110,12 +115,23 @@ def lay_out_inputs(
     """
     num_tokens = ids.shape[0]
     _inputs_kernel[(triton.cdiv(num_tokens, 256),)](
-        ids, token_slots, last_tokens, input_ids, pages, num_changes, table, num_tokens, BLOCK=256, num_warps=4
+        ids,
+        token_slots,
+        last_tokens,
+        input_ids,
+        pages,
+        num_changes,
+        table,
+        num_tokens,
+        BLOCK=256,
+        num_warps=4,
+        **chain.options(),
     )
 
 
 @triton.jit
-def _store_kernel(k, v, slot_mapping, k_cache, v_cache, stride_k, stride_v, stride_page, stride_head, DIM: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+def _store_kernel(k, v, slot_mapping, k_cache, v_cache, stride_k, stride_v, stride_page, stride_head, DIM: tl.constexpr, PAGE: tl.constexpr, CHAIN: tl.constexpr):  # fmt: skip
+    chain.follow(CHAIN)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, DIM)
@@ -141,5 +157,5 @@ def store_kv(
     tokens, heads, dim = k.shape
     _store_kernel[(tokens, heads)](
         k, v, slot_mapping, k_cache, v_cache, k.stride(0), v.stride(0), k_cache.stride(0), k_cache.stride(1),
-        DIM=dim, PAGE=k_cache.shape[2], num_warps=1,
+        DIM=dim, PAGE=k_cache.shape[2], num_warps=1, **chain.options(),
     )  # fmt: skip

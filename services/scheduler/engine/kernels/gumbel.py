@@ -10,13 +10,38 @@ Source: Gumbel-max sampling; the counter-based generator is Philox (Salmon et al
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
+from services.scheduler.engine.kernels import chain
 
 BLOCK = 4096
 """Fixed: the counter of an entry is derived from its place in its block."""
 
 
 @triton.jit
-def _block_kernel(logits, temperatures, seeds, limits, best, where, vocab, first_id, stride, blocks, BLOCK: tl.constexpr, FILTER: tl.constexpr):  # fmt: skip
+def _log2(x, FAST: tl.constexpr):
+    """Base-2 logarithm; the fast one is one instruction, with an absolute error of about 2e-7."""
+    if FAST:
+        return libdevice.fast_log2f(x)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _exponential(bits, FAST: tl.constexpr):
+    """A number of the exponential distribution from 32 random bits.
+
+    It is -ln(1 - v) of v in (0, 1) with 23 random bits. Small v, which decide who wins, go through the series:
+    there the logarithm of a number close to 1 would be rounding alone.
+    """
+    v = ((bits.to(tl.uint32, bitcast=True) >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.99999994
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * 0.25)))
+    return tl.where(v < 0.03125, series, _log2(1.0 - v, FAST) * -0.6931472)
+
+
+@triton.jit
+def _block_kernel(logits, temperatures, seeds, limits, best, where, vocab, first_id, stride, blocks, BLOCK: tl.constexpr, FILTER: tl.constexpr, CHAIN: tl.constexpr):  # fmt: skip
+    chain.follow(CHAIN)
     row = tl.program_id(0)
     block = tl.program_id(1)
     QUARTER: tl.constexpr = BLOCK // 4
@@ -37,9 +62,7 @@ def _block_kernel(logits, temperatures, seeds, limits, best, where, vocab, first
         bits = r0 if j == 0 else (r1 if j == 1 else (r2 if j == 2 else r3))
         at = block * BLOCK + j * QUARTER + e
         x = tl.load(base + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-        # A number in (0, 1): 23 bits and a half, all of which float32 holds, so never an end of the interval.
-        u = ((bits.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
-        y = x * factor - tl.log2(-tl.log2(u)) * spread
+        y = x * factor - _log2(_exponential(bits, CHAIN), CHAIN) * spread
         broken |= (y != y).to(tl.int32)
         if FILTER:
             y = tl.where(x < tl.load(limits + row), -float("inf"), y)
@@ -54,7 +77,19 @@ def _block_kernel(logits, temperatures, seeds, limits, best, where, vocab, first
 
 
 @triton.jit
-def _row_kernel(best, where, slots, last_tokens, out_value, out_id, blocks, BLOCKS: tl.constexpr, FEED: tl.constexpr):
+def _row_kernel(
+    best,
+    where,
+    slots,
+    last_tokens,
+    out_value,
+    out_id,
+    blocks,
+    BLOCKS: tl.constexpr,
+    FEED: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
+    chain.follow(CHAIN)
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS)
     value = tl.load(best + row * blocks + b, mask=b < blocks, other=-float("inf"))
@@ -100,13 +135,13 @@ def gumbel_sample(
     where = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
     _block_kernel[(rows, blocks)](
         logits, temperatures, seeds, temperatures if limits is None else limits, best, where, vocab, first_id, logits.stride(0), blocks,
-        BLOCK=BLOCK, FILTER=limits is not None, num_warps=4,
+        BLOCK=BLOCK, FILTER=limits is not None, num_warps=4, **chain.options(),
     )  # fmt: skip
     value = torch.empty(rows, dtype=torch.float32, device=logits.device)
     token = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     slots, last_tokens = (token, token) if feed is None else feed
     _row_kernel[(rows,)](
         best, where, slots, last_tokens, value, token, blocks,
-        BLOCKS=triton.next_power_of_2(blocks), FEED=feed is not None, num_warps=1,
+        BLOCKS=triton.next_power_of_2(blocks), FEED=feed is not None, num_warps=1, **chain.options(),
     )  # fmt: skip
     return value, token

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from services.scheduler.engine.kernels import chain
+
 
 @triton.jit
 def _order(x, BITS: tl.constexpr):
@@ -61,7 +63,8 @@ def _search(base, vocab, top, factor, floor_key, wanted, WEIGH: tl.constexpr, BI
 
 
 @triton.jit
-def _limit_kernel(logits, temperatures, top_k, top_p, min_p, limits, vocab, stride, BITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _limit_kernel(logits, temperatures, top_k, top_p, min_p, limits, vocab, stride, BITS: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):  # fmt: skip
+    chain.follow(CHAIN)
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
     k = tl.load(top_k + row)
@@ -115,6 +118,6 @@ def keep_limits(
     limits = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _limit_kernel[(rows,)](
         logits, temperatures, top_k, top_p, min_p, limits, vocab, logits.stride(0),
-        BITS=logits.dtype.itemsize * 8, BLOCK=8192, num_warps=16,
+        BITS=logits.dtype.itemsize * 8, BLOCK=8192, num_warps=16, **chain.options(),
     )  # fmt: skip
     return limits

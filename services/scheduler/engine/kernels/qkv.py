@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from services.scheduler.engine.kernels import chain
+
 
 @triton.jit
 def _rotate(lo, hi, cos, sin, w_lo, w_hi, eps, NORM: tl.constexpr, DIM: tl.constexpr, dtype: tl.constexpr):
@@ -28,7 +30,9 @@ def _qkv_kernel(
     qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, k_cache, v_cache, eps,
     stride_qkv, stride_page, stride_head,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
+    chain.follow(CHAIN)
     token = tl.program_id(0)
     head = tl.program_id(1)
     dtype = qkv.dtype.element_ty
@@ -97,7 +101,7 @@ def qkv_norm_rope_store(
     _qkv_kernel[(num_tokens, num_kv)](
         qkv, q_weight if norm else qkv, k_weight if norm else qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, eps,
         qkv.stride(0), k_cache.stride(0), k_cache.stride(1),
-        NUM_KV=num_kv, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), DIM=dim, PAGE=page, NORM=norm, num_warps=1,
+        NUM_KV=num_kv, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), DIM=dim, PAGE=page, NORM=norm, num_warps=1, **chain.options(),
     )  # fmt: skip
 
 

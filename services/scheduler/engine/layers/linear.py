@@ -64,6 +64,8 @@ class Linear:
         self._int4: dict[int, Int4Groups] = {}
         self._missing = len(parts) * (2 if bias else 1)
         self._product: Product | None = None
+        self._plain: Tensor | None = None
+        self._shared = comm.ranks.size > 1
         self.weight = _WeightSlot(self)
         self.bias: _BiasSlot | None = None
         if bias:
@@ -77,6 +79,11 @@ class Linear:
         assert self._product is not None, "called before its weights were loaded"
         found = self._product(x, num_decode)
         return found if self._sum is None else self._sum.all_reduce(found)
+
+    @property
+    def plain(self) -> Tensor | None:
+        """(sum of parts, in_features) the whole layer as one weight on a GPU, where that is all there is to it."""
+        return self._plain
 
     def part_shape(self, part: int) -> tuple[int, ...]:
         """The shape of one weight in the checkpoint."""
@@ -104,6 +111,8 @@ class Linear:
         assert self._weight is not None
         bias = self.bias.weight.tensor if self.bias is not None else None
         self._product = pack(self._weight.tensor, bias, _merge(self._int4, len(self.parts)))
+        if self._device.type == "cuda" and bias is None and not self._shared:
+            self._plain = self._weight.tensor
         self._weight = None
         self._int4 = {}
 

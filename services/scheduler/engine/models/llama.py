@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from services.scheduler.engine.context import ForwardContext
-from services.scheduler.engine.layers.activation import activation
+from services.scheduler.engine.layers.activation import activation, silu_and_mul
 from services.scheduler.engine.layers.attention import Attention
 from services.scheduler.engine.layers.embedding import Embedding, Head
+from services.scheduler.engine.layers.few import FewLayer, make_few
 from services.scheduler.engine.layers.linear import By, Linear
 from services.scheduler.engine.layers.norm import RMSNorm
 from services.scheduler.engine.layers.rotary import Angles, Rotary
@@ -170,6 +171,20 @@ class LlamaLayer:
         x, residual = self.mlp_norm.add(self.attention(x, angles, context), residual)
         return self.mlp(x, context), residual
 
+    def make_few(self) -> FewLayer | None:
+        """Make its form for few tokens, once its weights are there; None where it has none."""
+        mlp, attention = self.mlp, self.attention
+        if not isinstance(mlp, LlamaMLP) or mlp.activate is not silu_and_mul:
+            return None
+        return make_few(
+            (self.input_norm, self.mlp_norm),
+            attention.qkv,
+            attention.attention,
+            attention.output,
+            mlp.gate_up,
+            mlp.down,
+        )
+
     def targets(self, prefix: str) -> Targets:
         """The tensors of the checkpoint that fill it."""
         return {
@@ -210,6 +225,7 @@ class LlamaModel:
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         tied = self.embedding if config.tied else None
         self.head = Head(config.vocab_size, config.hidden_size, dtype, device, tied, comm)
+        self._few: list[FewLayer] = []
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute one step.
@@ -222,8 +238,12 @@ class LlamaModel:
             (num_wanted, hidden_size) final states of the tokens that `context.logits_index` names; for `logits`.
         """
         residual = self.embedding(input_ids)
-        x = torch.zeros_like(residual)
         angles = self.rotary(context.positions)
+        if context.few and self._few:
+            for few in self._few:
+                few(residual, angles, context)
+            return self.norm(residual)
+        x = torch.zeros_like(residual)
         for layer in self.layers:
             x, residual = layer(x, residual, angles, context)
         # Only tokens that are drawn after or scored need the end of the model.
@@ -255,3 +275,5 @@ class LlamaModel:
     def finish(self) -> None:
         """Make the model usable, once every target is filled."""
         self.head.finish()
+        few = [layer.make_few() for layer in self.layers]
+        self._few = [layer for layer in few if layer is not None] if None not in few else []

@@ -1,0 +1,243 @@
+"""The forward pass of a step on a GPU: what the batch says goes into the block, and a graph or the layers run on it.
+
+Three ways: steps of single tokens that all draw are replayed from graphs by their number of rows; others, when they
+are not too large, from graphs by their number of tokens; the rest runs eagerly. All three compute alike. Owns the
+block and the graphs; knows neither streams nor chance.
+"""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.scheduler.core.batch import Batch
+from services.scheduler.core.ports import EngineLimits
+from services.scheduler.engine.attention.triton import DecodeRows, PrefillRows, TritonAttention
+from services.scheduler.engine.context import ForwardContext
+from services.scheduler.engine.graph import StepGraphs, mixed_sizes
+from services.scheduler.engine.kernels.decode_attention import DecodeWorkspace, decode_shape
+from services.scheduler.engine.kernels.few_linear import MAX_TOKENS as FEW_TOKENS
+from services.scheduler.engine.kernels.prefill_attention import TILE, list_tiles
+from services.scheduler.engine.kvcache import KVCache
+from services.scheduler.engine.models.llama import LlamaModel
+from services.scheduler.engine.staging import StepBlock, StepImage
+
+MAX_CHUNKS: Final = 16
+"""Prompt chunks of a step that is replayed; the place behind them stays empty, and padding tiles belong to it."""
+_PROGRAMS_PER_SM: Final = 8
+Places = npt.NDArray[np.int64]
+
+
+class Forward:
+    """Computes final states.
+
+    Attributes:
+        block: what steps are written to.
+        decode_graphs: by number of rows.
+        mixed_graphs: by number of tokens.
+    """
+
+    def __init__(self, model: LlamaModel, cache: KVCache, limits: EngineLimits, multiprocessors: int) -> None:
+        """Reserve the buffers of a step.
+
+        Args:
+            model: with its weights.
+            cache: the pool.
+            limits: what callers may ask for.
+            multiprocessors: of the GPU.
+        """
+        config, device = model.config, model.device
+        self._model = model
+        self._cache = cache
+        self._limits = limits
+        self._multiprocessors = multiprocessors
+        columns = min(-(-limits.max_seq_len // limits.page_size), limits.num_pages)
+        self.block = StepBlock(limits.max_running, columns, limits.max_step_tokens, TILE, device)
+        self._workspace = DecodeWorkspace.allocate(
+            limits.max_running, limits.max_seq_len, config.num_qo_heads, config.num_kv_heads, config.head_dim, device,
+            max_programs=_PROGRAMS_PER_SM * multiprocessors,
+        )  # fmt: skip
+        self.decode_graphs = StepGraphs("decode", self._decode_states)
+        self.mixed_graphs = StepGraphs("mixed", self._mixed_states)
+
+    def capture(self, decode_sizes: list[int], *, mixed: bool, show: bool = True) -> None:
+        """Capture graphs on the current stream.
+
+        Args:
+            decode_sizes: rows of steps of single tokens.
+            mixed: whether steps with prompts get graphs too.
+            show: whether a bar may tell how far it is.
+        """
+        self.pad_all().send(whole=True)
+        self.decode_graphs.capture(decode_sizes, show=show)
+        if mixed:
+            self.mixed_graphs.capture(mixed_sizes(self._limits.max_step_tokens), show=show)
+
+    def run(self, image: StepImage, batch: Batch, rows: Places) -> tuple[Tensor, int | None]:
+        """Launch the forward pass of a step.
+
+        Args:
+            image: the step, opened; page changes and draws are written down by the caller.
+            batch: the step.
+            rows: (num_drawn,) rows that draw.
+
+        Returns:
+            Final states of the tokens that draw (and padding), then of those that are scored; and the number of
+            rows that a graph of single tokens was replayed for.
+        """
+        single = bool((batch.lengths == 1).all())
+        padded = self.padded_rows(batch, rows)
+        if padded is not None:
+            self._put_decode(image, batch, padded)
+            image.send(whole=False)
+            return self.decode_graphs.replay(padded), padded
+        num_decode = batch.num_rows if single else int((batch.lengths != 1).argmax())
+        num_chunks, num_tokens = batch.num_rows - num_decode, len(batch.input_ids)
+        tokens = None if batch.scores or num_chunks > MAX_CHUNKS else self.mixed_graphs.size_for(num_tokens)
+        tiles, num_wanted = self._put_mixed(image, batch, rows, num_decode, tokens)
+        image.send(whole=True)
+        if tokens is not None:
+            return self.mixed_graphs.replay(tokens), None
+        input_ids = self.block.lay_out("token_", num_tokens)
+        decode = self._decode_rows(num_decode) if num_decode else None
+        prefill = self._prefill_rows(num_chunks, tiles) if num_chunks else None
+        index = None if num_wanted == num_tokens else self.block.view("wanted", num_wanted)
+        return self._states(input_ids, "token_", decode, prefill, index), None
+
+    def padded_rows(self, batch: Batch, rows: Places) -> int | None:
+        """Rows of the graph that a step of single tokens is replayed from, or None."""
+        if len(rows) < batch.num_rows or batch.scores or (batch.lengths != 1).any():
+            return None
+        return self.decode_graphs.size_for(batch.num_rows)
+
+    def compute_padding(self, num_tokens: int) -> Tensor:
+        """Compute a step of padding, as large as a step can be: what memory it takes is what a step takes."""
+        self.pad_all().send(whole=True)
+        index = self.block.view("wanted", self._limits.max_running)
+        return self._states(self.block.lay_out("token_", num_tokens), "token_", None, None, index)
+
+    def pad_all(self) -> StepImage:
+        """Write down a step of padding alone, that can be computed with."""
+        image, rows, tokens = self.block.open(), self._limits.max_running, self._limits.max_step_tokens
+        image.fill("num_changes", 0, 1, 0)
+        for name in ("seq_lens", "ids", "positions", "temperatures", "top_k", "min_p", "seeds"):
+            image.fill(name, 0, rows, 0)
+        for name in ("slots", "draw_slots"):
+            image.fill(name, 0, rows, self.block.padding_slot)
+        image.fill("top_p", 0, rows, 1)
+        image.fill("mapping", 0, rows, -1)
+        self._pad_mixed(image, 0, 0, 0, 0, tokens)
+        return image
+
+    # --- writing a step down
+
+    def _put_decode(self, image: StepImage, batch: Batch, padded: int) -> None:
+        num, pad = batch.num_rows, padded - batch.num_rows
+        starts, size = batch.starts, self._limits.page_size
+        image.put("slots", batch.slots)
+        image.fill("slots", num, padded, self.block.padding_slot)
+        image.put("seq_lens", starts + 1, pad)
+        image.put("ids", batch.input_ids, pad)
+        image.put("positions", starts, pad)
+        image.put("mapping", batch.page_table[np.arange(num), starts // size] * size + starts % size)
+        image.fill("mapping", num, padded, -1)
+
+    def _put_mixed(
+        self, image: StepImage, batch: Batch, rows: Places, num_decode: int, padded: int | None
+    ) -> tuple[int, int]:
+        """Write down a step of any rows, with padding up to so many tokens; returns numbers of tiles and states."""
+        size = self._limits.page_size
+        starts, lengths = batch.starts.astype(np.int64), batch.lengths.astype(np.int64)
+        ends = np.cumsum(lengths)
+        offsets, num_tokens = ends - lengths, int(ends[-1])
+        token_rows = np.repeat(np.arange(batch.num_rows), lengths)
+        positions = np.arange(num_tokens) - (offsets - starts)[token_rows]
+        chunks = slice(num_decode, batch.num_rows)
+        tiles = list_tiles(starts[chunks], lengths[chunks])
+        scored = [offsets[score.row] + np.arange(len(score.targets)) for score in batch.scores]
+        wanted = np.concatenate((ends[rows] - 1, *scored))
+        image.put("slots", batch.slots[:num_decode])
+        image.put("seq_lens", starts[:num_decode] + 1)
+        image.put("chunk_slots", batch.slots[chunks])
+        image.put("chunk_starts", starts[chunks])
+        image.put("chunk_lengths", lengths[chunks])
+        image.put("chunk_offsets", offsets[chunks])
+        image.put("tiles", tiles)
+        image.put("token_ids", batch.input_ids)
+        image.put("token_slots", batch.slots[token_rows])
+        image.put("token_positions", positions)
+        image.put("token_mapping", batch.page_table[token_rows, positions // size] * size + positions % size)
+        image.put("wanted", wanted)
+        if padded is not None:
+            self._pad_mixed(image, num_decode, len(lengths) - num_decode, len(tiles), num_tokens, padded)
+            image.fill("wanted", len(wanted), self._num_states(padded), 0)
+        return len(tiles), len(wanted)
+
+    def _pad_mixed(
+        self, image: StepImage, num_decode: int, num_chunks: int, num_tiles: int, num_tokens: int, padded: int
+    ) -> None:
+        """Write padding behind what is there, up to so many tokens."""
+        rows = self._num_states(padded)
+        image.fill("slots", num_decode, rows, self.block.padding_slot)
+        image.fill("seq_lens", num_decode, rows, 0)
+        image.fill("chunk_slots", num_chunks, MAX_CHUNKS + 1, self.block.padding_slot)
+        for name in ("chunk_starts", "chunk_lengths", "chunk_offsets"):
+            image.fill(name, num_chunks, MAX_CHUNKS + 1, 0)
+        most = _most_tiles(padded)
+        image.fill("tiles", 2 * num_tiles, 2 * most, 0)
+        image.fill_pairs("tiles", num_tiles, most, MAX_CHUNKS)
+        for name in ("token_ids", "token_positions"):
+            image.fill(name, num_tokens, padded, 0)
+        image.fill("token_mapping", num_tokens, padded, -1)
+        if not num_tokens:
+            image.fill("wanted", 0, rows, 0)
+
+    # --- computing it
+
+    def _num_states(self, tokens: int) -> int:
+        """Final states, and decode rows, that a replayed step of so many tokens has room for."""
+        return min(tokens, self._limits.max_running)
+
+    def _decode_rows(self, rows: int) -> DecodeRows:
+        shape = decode_shape(rows, self._multiprocessors)
+        return DecodeRows(self.block.view("slots", rows), self.block.view("seq_lens", rows), shape)
+
+    def _prefill_rows(self, chunks: int, tiles: int) -> PrefillRows:
+        names = ("chunk_slots", "chunk_starts", "chunk_lengths", "chunk_offsets")
+        slots, starts, lengths, offsets = (self.block.view(name, chunks) for name in names)
+        return PrefillRows(slots, starts, lengths, offsets, self.block.view("tiles", 2 * tiles).view(-1, 2))
+
+    def _decode_states(self, rows: int) -> Tensor:
+        """A step of single tokens, from the front of the block."""
+        return self._states(self.block.lay_out("", rows), "", self._decode_rows(rows), None, None)
+
+    def _mixed_states(self, tokens: int) -> Tensor:
+        """A step of so many tokens, decode rows first."""
+        rows = self._num_states(tokens)
+        input_ids = self.block.lay_out("token_", tokens)
+        prefill = self._prefill_rows(MAX_CHUNKS + 1, _most_tiles(tokens))
+        return self._states(input_ids, "token_", self._decode_rows(rows), prefill, self.block.view("wanted", rows))
+
+    def _states(
+        self,
+        input_ids: Tensor,
+        prefix: str,
+        decode: DecodeRows | None,
+        prefill: PrefillRows | None,
+        index: Tensor | None,
+    ) -> Tensor:
+        num_tokens = len(input_ids)
+        positions = self.block.view(f"{prefix}positions", num_tokens)
+        mapping = self.block.view(f"{prefix}mapping", num_tokens)
+        attention = TritonAttention(self._cache, self.block.table, self._workspace, positions, mapping, decode, prefill)
+        attention.begin()
+        few = prefill is None and index is None and num_tokens <= FEW_TOKENS
+        with torch.inference_mode():
+            return self._model.forward(input_ids, ForwardContext(positions, attention, index, attention, few=few))
+
+
+def _most_tiles(tokens: int) -> int:
+    """Tiles of so many prompt tokens in as many chunks as a replayed step can have."""
+    return tokens // TILE + MAX_CHUNKS
