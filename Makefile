@@ -5,6 +5,8 @@
 PORT ?= 8000
 ARGS ?=
 T ?= tests
+# Processes that test side by side; most tests wait for services, not for the processor.
+TEST_PROCESSES ?= 3
 VENV ?= .venv
 # What pip installs first: any arguments of `pip install`, for example another build of torch.
 TORCH ?= torch==2.13.0
@@ -33,7 +35,7 @@ dead: $(VENV)/.run-ready ## Look after given-up requests: make dead ARGS="list"
 setup: $(VENV)/.dev-ready ## Set up the venv with everything that tests and linters need
 
 test: $(VENV)/.dev-ready ## Run the tests: make test [T=tests/api]
-	@$(BIN)/python -m pytest $(T)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(T)
 
 test-unit: $(VENV)/.dev-ready ## Run the tests that launch no stack
 	@$(BIN)/python -m pytest tests --ignore=tests/e2e
