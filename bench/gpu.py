@@ -60,6 +60,40 @@ def _timed(body: Any) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+class Diary:
+    """Engine steps by kind and size: how often, and how long the device took."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wait = engine.wait
+        self.entries: dict[tuple[bool, int], list[float]] = {}
+        engine.wait = self.wait  # type: ignore[method-assign]
+
+    def wait(self, step: Any) -> Any:
+        """Wait, and note the step."""
+        result = self._wait(step)
+        batch = step.batch
+        key = (len(batch.input_ids) > batch.num_rows, -(-batch.num_rows // 32) * 32)
+        entry = self.entries.setdefault(key, [0, 0.0, 0, 0])
+        for i, value in enumerate(
+            (1, result.forward_ms, len(batch.input_ids), int(batch.starts[: batch.num_decode].sum()))
+        ):
+            entry[i] += value
+        return result
+
+    def table(self) -> list[dict[str, Any]]:
+        """One line per kind and size, and forget them."""
+        lines = [
+            {
+                "kind": "mixed" if mixed else "decode", "rows": rows, "steps": n, "ms": round(ms / n, 2),
+                "tokens": round(tokens / n), "kv_tokens": round(kv / n),
+            }
+            for (mixed, rows), (n, ms, tokens, kv) in sorted(self.entries.items())
+        ]  # fmt: skip
+        self.entries = {}
+        return lines
+
+
 class Stack:
     """An engine under the real scheduler and loop."""
 
@@ -161,7 +195,9 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
     floor = floor_s(Sizes.of(MODELS[name]), lengths, ceilings)
     num_tokens = sum(answer for _, answer in lengths)
     stack.run([(length, 12) for length, _ in lengths])
+    diary = Diary(engine)
     runs = [stack.run(lengths) for _ in range(flags.repeats)]
+    diary_lines = diary.table()
     speed = statistics.median(run["tok_per_s"] for run in runs)
     figures: dict[str, Any] = {
         "model": name,
@@ -171,6 +207,7 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
         "floor_tok_per_s": round(num_tokens / floor),
         "of_floor": round(speed * floor / num_tokens, 3),
         "runs": runs,
+        "steps": diary_lines,
     }
     print(json.dumps(figures), flush=True)
     for streams in flags.streams:

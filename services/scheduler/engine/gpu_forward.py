@@ -23,6 +23,7 @@ from services.scheduler.engine.kernels.prefill_attention import TILE, list_tiles
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.models.llama import LlamaModel
 from services.scheduler.engine.staging import StepBlock, StepImage
+from services.scheduler.engine.stream import new_stream
 
 MAX_CHUNKS: Final = 16
 """Prompt chunks of a step that is replayed; the place behind them stays empty, and padding tiles belong to it."""
@@ -59,6 +60,7 @@ class Forward:
             limits.max_running, limits.max_seq_len, config.num_qo_heads, config.num_kv_heads, config.head_dim, device,
             max_programs=_PROGRAMS_PER_SM * multiprocessors,
         )  # fmt: skip
+        self._side = new_stream(device) if device.type == "cuda" else None
         self.decode_graphs = StepGraphs("decode", self._decode_states)
         self.mixed_graphs = StepGraphs("mixed", self._mixed_states)
 
@@ -231,7 +233,10 @@ class Forward:
         num_tokens = len(input_ids)
         positions = self.block.view(f"{prefix}positions", num_tokens)
         mapping = self.block.view(f"{prefix}mapping", num_tokens)
-        attention = TritonAttention(self._cache, self.block.table, self._workspace, positions, mapping, decode, prefill)
+        side = self._side if self._side is not None and torch.cuda.is_current_stream_capturing() else None
+        attention = TritonAttention(
+            self._cache, self.block.table, self._workspace, positions, mapping, decode, prefill, side
+        )
         attention.begin()
         few = prefill is None and index is None and num_tokens <= FEW_TOKENS
         with torch.inference_mode():

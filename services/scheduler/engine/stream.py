@@ -25,6 +25,11 @@ def new_event(*, timing: bool = False) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
 
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Make a stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class Streams:
     """The compute stream and the copy stream of a GPU.
 
@@ -34,8 +39,8 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._compute = new_stream(device)
+        self._copy = new_stream(device)
         self._copied: torch.cuda.Event | None = None
 
     @contextmanager

@@ -4,6 +4,7 @@ Rows of one token lead a step and go through the decode kernel; the others are p
 prefill kernel. One object holds the views of a step, so a captured graph can run it again with other numbers.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,7 @@ class TritonAttention:
         mapping: Tensor,
         decode: DecodeRows | None,
         prefill: PrefillRows | None,
+        side: torch.cuda.Stream | None = None,
     ) -> None:
         """Take the views of a step.
 
@@ -78,6 +80,8 @@ class TritonAttention:
             mapping: (num_tokens,) int32, device; where its keys and values go, or -1.
             decode: the leading rows of one token.
             prefill: the others.
+            side: a stream to compute the prompts on, beside the decode rows; only within a graph, where nothing is
+                freed in between.
         """
         self._cache = cache
         self._table = table
@@ -86,6 +90,7 @@ class TritonAttention:
         self._mapping = mapping
         self._decode = decode
         self._prefill = prefill
+        self._side = side
 
     def begin(self) -> None:
         """Divide the work of the decode rows, on the device; once per step, before the layers."""
@@ -122,14 +127,23 @@ class TritonAttention:
         num_tokens, heads, dim = q.shape
         out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
         decode, prefill = self._decode, self._prefill
+        beside = prefill is not None and decode is not None and self._side is not None
+        if beside:
+            # Prompts want the device's products, decode rows its memory: they run beside each other.
+            assert self._side is not None
+            self._side.wait_stream(torch.cuda.current_stream())
+        if prefill is not None:
+            with torch.cuda.stream(self._side) if beside else nullcontext():
+                prefill_attention(
+                    q, keys, values, self._table, prefill.slots, prefill.starts, prefill.lengths, prefill.offsets,
+                    prefill.tiles, out, scale, window,
+                )  # fmt: skip
         if decode is not None:
             decode_attention(
                 self._workspace, decode.shape, q, keys, values, self._table, decode.slots, decode.seq_lens, out, scale,
                 window,
             )  # fmt: skip
-        if prefill is not None:
-            prefill_attention(
-                q, keys, values, self._table, prefill.slots, prefill.starts, prefill.lengths, prefill.offsets,
-                prefill.tiles, out, scale, window,
-            )  # fmt: skip
+        if beside:
+            assert self._side is not None
+            torch.cuda.current_stream().wait_stream(self._side)
         return out.view(num_tokens, heads * dim)

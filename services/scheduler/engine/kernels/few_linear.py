@@ -89,7 +89,7 @@ def few_linear(
     rows, size = x.shape
     num_out = weight.shape[0] // 2 if gated else weight.shape[0]
     block_k = triton.next_power_of_2(size)
-    block_n = max(1, min(8, _TILE // block_k))
+    block_n = max(1, min(4 if gated and rows > 2 else 8, _TILE // block_k))
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device) if add_to is None else add_to
     _few_kernel[(num_out // block_n,)](
         x, weight, out, weight if norm is None else norm[0], 0.0 if norm is None else norm[1], size, num_out,
