@@ -147,11 +147,12 @@ class Stack:
             self.loop.turn()
 
 
-def profile(stack: Stack, rows: int, context: int, steps: int = 20) -> dict[str, Any]:
-    """Where the device's time goes in decode steps of that many rows."""
-    arrivals = [stack.arrival(context, 2000) for _ in range(rows)]
+def profile(stack: Stack, rows: int, context: int, steps: int = 20, *, mixed: bool = False) -> dict[str, Any]:
+    """Where the device's time goes in steps of that many rows, alone or with prompts beside them."""
+    arrivals = [stack.arrival(context, 2000) for _ in range(2 * rows if mixed else rows)]
     stack.link.waiting = list(arrivals)
-    while stack.link.waiting or len(stack.scheduler.prefill.ready) or stack.scheduler.prefill.running:
+    prefill, decode = stack.scheduler.prefill, stack.scheduler.decode
+    while len(decode) < rows if mixed else stack.link.waiting or len(prefill.ready) or prefill.running:
         stack.loop.turn()
     for _ in range(10):
         stack.loop.turn()
@@ -172,6 +173,7 @@ def profile(stack: Stack, rows: int, context: int, steps: int = 20) -> dict[str,
     busy = sum(each.device_time_total for each in kernels) / steps
     return {
         "rows": rows,
+        "mixed": mixed,
         "context": context,
         "wall_us": round(wall_us),
         "busy_us": round(busy),
@@ -216,6 +218,7 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
         print(json.dumps({"model": name, "streams": streams, **found}), flush=True)
     if flags.profile:
         figures["profiles"] = [profile(stack, rows, 840) for rows in (1, 16, 128, 256)]
+        figures["profiles"].append(profile(stack, 100, 840, mixed=True))
         for each in figures["profiles"]:
             print(json.dumps(each, indent=1), flush=True)
     engine.close()
