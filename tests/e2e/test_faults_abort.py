@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import redis
 
 from tests.e2e.faults.crowd import Client, Crowd, check_whole, wait_begun
 from tests.e2e.faults.quiet import api_urls, keys_left, slots_in_use, total, wait_quiet
@@ -19,6 +20,8 @@ from tests.waiting import eventually
 
 NUM_SLOTS = 4
 STEP_S = 0.1
+AUDIT_S = 2.0
+"""An engine compares every request with its log once a second; twice that, should the machine be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,11 @@ def aborted(stack: Stack) -> float:
     return total(stack, "scheduler", "millrace_aborts_total")
 
 
+def logs(broker: "redis.Redis") -> list[bytes]:
+    found: list[bytes] = broker.keys("millrace:reply:*")
+    return found
+
+
 def hang_up(sock: socket.socket) -> None:
     sock.close()
 
@@ -65,7 +73,7 @@ def half_close(sock: socket.socket) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("leave", [hang_up, reset, half_close])
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_between_tokens_makes_room_within_two_steps(
+def test_who_leaves_between_tokens_makes_room(
     slow: Stack, leave: Callable[[socket.socket], None], stream: bool
 ) -> None:
     wait_quiet(slow, texts=False)
@@ -75,16 +83,37 @@ def test_who_leaves_between_tokens_makes_room_within_two_steps(
         for sock in socks:
             read_events(sock, 3)
     eventually(lambda: drawn(slow) - before >= 3 * NUM_SLOTS, "all run")
-    at_leaving = drawn(slow)
     for sock in socks:
         leave(sock)
     eventually(lambda: aborted(slow) == gone + NUM_SLOTS, "all are aborted")
-    assert drawn(slow) - at_leaving <= NUM_SLOTS * 4, "at most the step in flight and two more, for one more read late"
     for sock in socks:
         sock.close()
     short = [slow.complete("y", max_tokens=2, ignore_eos=True) for _ in range(NUM_SLOTS)]
     assert all(answer["usage"]["completion_tokens"] == 2 for answer in short)
     wait_quiet(slow, texts=False)
+
+
+@pytest.mark.slow
+def test_nothing_is_computed_for_nobody_beyond_two_steps(slow: Stack) -> None:
+    """The engine sleeps while its requests are ended, so that what it computes when it wakes is for nobody."""
+    slow.wait_ready()
+    wait_quiet(slow, texts=False)
+    before = drawn(slow)
+    with Crowd() as crowd, redis.Redis(port=slow.ports()["redis"]) as broker:
+        clients = crowd.ask(slow, [endless(slow, f"nobody {i}") for i in range(NUM_SLOTS)])
+        wait_begun(clients)
+        with stopped(slow, "scheduler-0"):
+            steps = [key for key in broker.keys("millrace:tokens:*") if broker.exists(key)]
+            eventually(lambda: not any(broker.xlen(key) for key in steps), "all that was sent is said")
+            said = sum(int(broker.xrevrange(key, count=1)[0][0].partition(b"-")[2]) for key in logs(broker))
+            crowd.leave(*clients)
+            eventually(lambda: not logs(broker), "all are ended")
+            doorbells = broker.keys("millrace:abort:*")
+            rings = len(doorbells) == NUM_SLOTS and all(broker.pttl(key) > 1000 for key in doorbells)
+        wait_quiet(slow, texts=False)
+    beyond = (drawn(slow) - before - said) / NUM_SLOTS
+    print(f"computed for nobody: {beyond:g} steps, those in flight when it fell asleep included")
+    assert beyond <= (3 if rings else 3 + AUDIT_S / STEP_S), "who slept longer than a doorbell rings learns it by audit"
 
 
 @pytest.mark.slow
@@ -108,12 +137,12 @@ def test_who_leaves_while_waiting_for_a_slot_is_never_computed(slow: Stack) -> N
 @pytest.mark.slow
 def test_who_leaves_during_the_prompt_leaves_no_page_behind(slow: Stack) -> None:
     wait_quiet(slow, texts=False)
-    prompt = "hello " * 100  # ten chunks
+    prompt = "hello " * 60  # six chunks
     expected = slow.complete(prompt, max_tokens=4, ignore_eos=True)["choices"][0]["text"]
     with Crowd() as crowd:
-        neighbour = crowd.ask(slow, [slow.complete_body("n", max_tokens=60, ignore_eos=True, stream=True)])
+        neighbour = crowd.ask(slow, [slow.complete_body("n", max_tokens=40, ignore_eos=True, stream=True)])
         wait_begun(neighbour)
-        for chunks in range(0, 8, 2):
+        for chunks in range(0, 6, 2):
             before = total(slow, "scheduler", "millrace_prefill_tokens_total")
             client = crowd.ask(slow, [endless(slow, prompt)])
             eventually(
@@ -123,8 +152,8 @@ def test_who_leaves_during_the_prompt_leaves_no_page_behind(slow: Stack) -> None
             crowd.leave(*client)
             eventually(lambda: slow.metric("scheduler-0", "millrace_requests_running") <= 1, "its slot is free")
         crowd.wait(neighbour)
-    assert neighbour[0].done and len(neighbour[0].text) == 60
-    assert neighbour[0].text == slow.complete("n", max_tokens=60, ignore_eos=True)["choices"][0]["text"]
+    assert neighbour[0].done and len(neighbour[0].text) == 40
+    assert neighbour[0].text == slow.complete("n", max_tokens=40, ignore_eos=True)["choices"][0]["text"]
     assert slow.complete(prompt, max_tokens=4, ignore_eos=True)["choices"][0]["text"] == expected
     wait_quiet(slow, texts=False)
 
@@ -178,7 +207,7 @@ def test_an_end_and_a_leaving_at_the_same_moment(fast: Stack) -> None:
                 batch.append(Leaving(fast.url, body, after=body["max_tokens"] + chance.randrange(2)))
             crowd.send(batch)
             crowd.wait(batch)
-    wait_quiet(fast)
+    wait_quiet(fast, texts=False)
     assert fast.pids() == pids
     assert "Traceback" not in fast.tail(1000)
     assert fast.complete("abc", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
@@ -189,7 +218,7 @@ def test_hundreds_of_leavings_at_random_moments_leak_nothing(fast: Stack) -> Non
     chance = random.Random(11)
     capacity = fast.metric("scheduler-0", "millrace_kv_pages_capacity")
     with Crowd() as crowd:
-        for _ in range(8):
+        for _ in range(6):
             batch = []
             for number in range(64):
                 body = fast.complete_body(
@@ -204,7 +233,7 @@ def test_hundreds_of_leavings_at_random_moments_leak_nothing(fast: Stack) -> Non
             crowd.send(batch)
             crowd.leave(*[c for c in batch if not c.body["stream"] and chance.random() < 0.5])
             crowd.wait(batch)
-    wait_quiet(fast)
+    wait_quiet(fast)  # the texts of those who left too
     assert fast.metric("scheduler-0", "millrace_kv_pages_capacity") == capacity
     assert fast.metric("scheduler-0", "millrace_slots") == 256
     assert fast.complete("a" * 8000, max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
@@ -212,7 +241,7 @@ def test_hundreds_of_leavings_at_random_moments_leak_nothing(fast: Stack) -> Non
 
 @pytest.mark.slow
 def test_256_streams_that_end_at_once(fast: Stack, record_property: Callable[[str, object], None]) -> None:
-    wait_quiet(fast)
+    wait_quiet(fast, texts=False)
     with Crowd() as crowd:
         clients = crowd.ask(fast, [endless(fast, f"{i}") for i in range(256)])
         wait_begun(clients, 5)

@@ -91,12 +91,12 @@ def test_more_requests_than_the_queue_holds(narrow: Stack) -> None:
     wait_quiet(narrow, texts=False)
     for _ in range(2):
         with Crowd() as crowd:
-            clients = crowd.ask(narrow, [body(narrow, 60, stream=number % 2 == 0) for number in range(20)])
+            clients = crowd.ask(narrow, [body(narrow, 25, stream=number % 2 == 0) for number in range(20)])
             crowd.wait(clients)
         served = [c for c in clients if c.status == 200]
         refused = [c for c in clients if c.status != 200]
         assert len(served) == 5
-        assert all(c.done and len(c.text) == 60 for c in served)
+        assert all(c.done and len(c.text) == 25 for c in served)
         assert {c.status for c in refused} == {429}
         assert all(c.error is not None and c.error["type"] == "rate_limit_error" for c in refused), refused[0].error
         assert all(1 <= int(c.headers["retry-after"]) <= 60 for c in refused)

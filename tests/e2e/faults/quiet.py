@@ -54,7 +54,7 @@ def slots_in_use(stack: Stack) -> list[str]:
 
 
 def keys_left(stack: Stack, *, ended_logs: bool = False) -> list[str]:
-    """Say what the broker still holds of requests.
+    """Say what the broker still holds of requests. Inboxes and doorbells go by themselves, within seconds.
 
     Args:
         stack: whose broker.
@@ -69,9 +69,9 @@ def keys_left(stack: Stack, *, ended_logs: bool = False) -> list[str]:
             if kind in ("tokens", "generate", "tokenize") and broker.xlen(key) == 0:
                 continue
             lasting = broker.pttl(key) == -1
-            if kind == "inbox" and not lasting:
+            if kind in ("inbox", "abort") and not lasting:
                 continue
-            if kind in ("reply", "abort") and ended_logs and not lasting:
+            if kind == "reply" and ended_logs and not lasting:
                 continue
             left.append(f"{key}{' for ever' if lasting else ''}")
         for key in broker.scan_iter(match=f"{PREFIX}:tokenize:*", count=1000):
