@@ -1,5 +1,6 @@
 """Waiting in tests: for a condition, with a limit, and with a clear word when it does not come."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,3 +19,9 @@ def eventually(condition: Callable[[], T], what: str, timeout_s: float = 20.0, e
             return value
         assert time.monotonic() < deadline, f"not in {timeout_s:g} s: {what}"
         pause.wait(every_s)
+
+
+def heed_all_signals() -> None:
+    """Let a child have the signals that whoever runs the tests may ignore (nohup, a shell's background job)."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)

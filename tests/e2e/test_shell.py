@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.stack import ROOT, Stack
-from tests.waiting import eventually
+from tests.waiting import eventually, heed_all_signals
 
 LIMIT_S = 60.0
 
@@ -30,7 +30,7 @@ class Terminal:
             stderr=subprocess.DEVNULL,
             cwd=ROOT,
             env=clean | {"TERM": "dumb"},
-            preexec_fn=lambda: (os.setsid(), os.close(os.open(os.ttyname(slave), os.O_RDWR))),
+            preexec_fn=lambda: (heed_all_signals(), os.setsid(), os.close(os.open(os.ttyname(slave), os.O_RDWR))),
         )
         os.close(slave)
         self.seen = ""

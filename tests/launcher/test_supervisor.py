@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.waiting import eventually
+from tests.waiting import eventually, heed_all_signals
 
 ROOT = Path(__file__).parent.parent.parent
 Start = Callable[..., "Launch"]
@@ -42,6 +42,7 @@ class Launch:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            preexec_fn=heed_all_signals,
         )
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(specs))

@@ -28,8 +28,8 @@ def test_a_bad_value_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_backend_may_be_named_for_prefill_and_decode_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_ATTENTION_BACKEND", "torch,flashinfer")
-    assert load(SchedulerSettings).attention_backend == "torch,flashinfer"
+    monkeypatch.setenv("MILLRACE_ATTENTION_BACKEND", "torch,triton")
+    assert load(SchedulerSettings).attention_backend == "torch,triton"
 
 
 def test_a_full_batch_decodes_beside_a_full_share_of_prompts() -> None:
