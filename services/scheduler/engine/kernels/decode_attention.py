@@ -205,12 +205,8 @@ def _decode_kernel(
                         other = (first + i + j) * NUM_KV * GROUP + qo
                         o_top = tl.load(lse + other * 2, mask=here, other=-float("inf"), cache_modifier=".cg")
                         o_mass = tl.load(lse + other * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
-                        o_acc = tl.load(
-                            partial + other[:, None] * DIM + d[None, :],
-                            mask=here[:, None],
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
+                        o_at = partial + other[:, None] * DIM + d[None, :]
+                        o_acc = tl.load(o_at, mask=here[:, None], other=0.0, cache_modifier=".cg")
                         new_top = tl.maximum(top, o_top)
                         # A part wholly outside the window has no maximum and no weight.
                         a = tl.where(top == new_top, 1.0, tl.exp2(top - new_top))
