@@ -35,9 +35,9 @@ from shared.model_files import locate
 from shared.sampling import SamplingParams
 
 VOCAB = 151_000
-PREFILL_TOKENS = {"Qwen3-0.6B": 8192, "Qwen3-14B": 192}
-"""Prompt tokens of one step. The large model's weights cost as much to read as 180 tokens to compute: up to that,
-prompts that join a decode step are free. The small one's steps are long for other reasons."""
+STEP_TOKENS = {"Qwen3-0.6B": 8192 + 256, "Qwen3-14B": 256}
+"""Tokens of one step. Reading the large model's weights takes as long as computing some 180 tokens, so prompts that
+fill a decode step up are almost free; the small one's steps are long for other reasons."""
 
 
 def measure_ceilings() -> Ceilings:
@@ -97,10 +97,10 @@ class Diary:
 class Stack:
     """An engine under the real scheduler and loop."""
 
-    def __init__(self, engine: Engine, prefill_tokens: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.link = QuietLink()
-        config = SchedulerConfig(max_prefill_tokens=prefill_tokens, max_gap_ratio=0)
+        config = SchedulerConfig(max_prefill_tokens=8192, max_gap_ratio=0)
         self.scheduler = Scheduler(engine.limits, config)
         self.loop = StepLoop(engine, self.link, self.scheduler)
         self._number = 0
@@ -186,10 +186,14 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
     folder = Path(tempfile.mkdtemp())
     began = time.perf_counter()
     config = EngineConfig(
-        device="cuda", load_format="dummy", max_running=256, max_seq_len=4096, max_step_tokens=8192 + 256
+        device="cuda",
+        load_format="dummy",
+        max_running=256,
+        max_seq_len=4096,
+        max_step_tokens=flags.step_tokens or STEP_TOKENS[name],
     )
     engine = build_engine(config, locate(str(write_model(name, folder))))
-    stack = Stack(engine, flags.prefill or PREFILL_TOKENS[name])
+    stack = Stack(engine)
     ready_s = time.perf_counter() - began
     lengths = draw_lengths()
     if flags.order == "longest":
@@ -232,7 +236,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",") if part], default=[1, 16])
     parser.add_argument("--order", choices=["arrival", "longest"], default="longest", help="longest answers first")
-    parser.add_argument("--prefill", type=int, help="prompt tokens of one step, in place of the model's own")
+    parser.add_argument("--step-tokens", type=int, help="tokens of one step, in place of the model's own")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()

@@ -124,9 +124,9 @@ def triton_runner(
     slots = torch.arange(p.rows, dtype=torch.int32, device="cuda")
 
     def layer(i: int) -> None:
-        decode_attention(ws, shape, p.q, p.pools[i][0], p.pools[i][1], p.table, slots, p.seq_lens, p.out, p.scale)
+        decode_attention(ws, shape, p.q, p.pools[i][0], p.pools[i][1], p.table, p.seq_lens, p.out, p.scale)
 
-    return (lambda: plan_decode(ws, p.seq_lens, NUM_KV, shape)), layer
+    return (lambda: plan_decode(ws, p.seq_lens, slots, NUM_KV, shape)), layer
 
 
 def flashinfer_runner(p: Problem, graph: bool) -> tuple[Callable[[], None], Callable[[int], None]]:
@@ -200,7 +200,7 @@ def _shapes(rows: int) -> list[tuple[int, int, int, int, int]]:
     """Cuts worth trying: programs per multiprocessor, block, warps, stages, rounds."""
     if rows <= 16:
         return [(per, 64, 4, s, r) for s in (2, 3, 4) for per in (1, 2, 3, 4, 6, 8) for r in (1, 2)]
-    return [(per, b, 4, s, r) for b in (32, 64) for s in (2, 3, 4) for per in (2, 3, 4, 6) for r in (1, 2, 4)]
+    return [(per, 64, 4, s, r) for s in (2, 3) for per in (3, 4) for r in (1, 2, 4)]
 
 
 def bench_few() -> None:

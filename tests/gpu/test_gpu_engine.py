@@ -87,7 +87,7 @@ def test_decode_attention(rows: int, group: int, window: int | None) -> None:
     ws = DecodeWorkspace.allocate(256, 4096, KV * group, KV, DIM, q.device, 4 * sms)
     slots, seq_lens = torch.arange(rows).int().cuda(), torch.tensor(lengths).int().cuda()
     for _ in range(3):
-        plan_decode(ws, seq_lens, KV, decode_shape(rows, sms))
+        plan_decode(ws, seq_lens, slots, KV, decode_shape(rows, sms))
         decode_attention(
             ws,
             decode_shape(rows, sms),
@@ -95,7 +95,6 @@ def test_decode_attention(rows: int, group: int, window: int | None) -> None:
             paged.keys,
             paged.values,
             paged.table,
-            slots,
             seq_lens,
             out,
             DIM**-0.5,

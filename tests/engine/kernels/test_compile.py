@@ -63,8 +63,8 @@ def test_attention(dtype: str, window: int | None) -> None:
             ws = DecodeWorkspace.allocate(256, 4096, kv * group, kv, dim, q.device, 528)
             for rows in (7, 40, 200) if group == 2 else (7,):
                 shape = decode_shape(rows, 132)
-                plan_decode(ws, ints(7), kv, shape)
-                decode_attention(ws, shape, q, keys, values, ints(9, 3), ints(7), ints(7), q, 0.1, {window})
+                plan_decode(ws, ints(7), ints(7), kv, shape)
+                decode_attention(ws, shape, q, keys, values, ints(9, 3), ints(7), q, 0.1, {window})
         tiles = torch.from_numpy(list_tiles(np.array([0]), np.array([7])))
         prefill_attention(q, keys, values, ints(9, 3), *(ints(1) for _ in range(4)), tiles, q, 0.1, {window})
         check(9)

@@ -56,8 +56,8 @@ def test_decode_attention_equals_dense_attention_for_any_lengths(window: int | N
             ws = DecodeWorkspace.allocate(8, 1024, kv * group, kv, dim, torch.device("cpu"), max_programs=8)
             for chunk in (64, 2048, 64):  # again, with the counters of the launch before
                 shape = DecodeShape(8, max_chunk=chunk)
-                plan_decode(ws, seq_lens, kv, shape)
-                decode_attention(ws, shape, q, k, v, table, slots, seq_lens, out, 1 / math.sqrt(dim), {window})
+                plan_decode(ws, seq_lens, slots, kv, shape)
+                decode_attention(ws, shape, q, k, v, table, seq_lens, out, 1 / math.sqrt(dim), {window})
                 for row, n in enumerate(lengths):
                     if n:
                         want = dense(q[row : row + 1], table[slots[row], : -(-n // page)], {window})(n)[0]

@@ -95,7 +95,9 @@ class TritonAttention:
     def begin(self) -> None:
         """Divide the work of the decode rows, on the device; once per step, before the layers."""
         if self._decode is not None:
-            plan_decode(self._workspace, self._decode.seq_lens, self._cache.num_kv_heads, self._decode.shape)
+            plan_decode(
+                self._workspace, self._decode.seq_lens, self._decode.slots, self._cache.num_kv_heads, self._decode.shape
+            )
 
     def run_fused(
         self,
@@ -140,7 +142,7 @@ class TritonAttention:
                 )  # fmt: skip
         if decode is not None:
             decode_attention(
-                self._workspace, decode.shape, q, keys, values, self._table, decode.slots, decode.seq_lens, out, scale,
+                self._workspace, decode.shape, q, keys, values, self._table, decode.seq_lens, out, scale,
                 window,
             )  # fmt: skip
         if beside:

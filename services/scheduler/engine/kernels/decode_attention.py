@@ -58,8 +58,8 @@ class DecodeWorkspace:
     """Buffers of the decode kernel for up to `max_rows` rows; one set serves all layers of a device.
 
     Attributes:
-        items: (max_items, 2), int32, device: row and chunk of each work item.
-        plan: (4,), int32, device: number of items, tokens per chunk.
+        items: (max_items, 4), int32, device: row, line of the page table, first token and end of each work item.
+        plan: (4,), int32, device: number of items.
         partial: (max_items, num_qo_heads, head_dim), float32, device: unnormalised outputs of split rows.
         lse: (max_items, num_qo_heads, 2), float32, device: maximum and sum of each partial.
         first_item: (max_rows + 1,), int32, device: where a row's items begin.
@@ -91,7 +91,7 @@ class DecodeWorkspace:
         longest = -(-max_seq_len // MAX_CHUNK)
         max_items = max_rows * longest + 2 * max_programs + max_rows
         return DecodeWorkspace(
-            items=torch.zeros((max_items, 2), dtype=torch.int32, device=device),
+            items=torch.zeros((max_items, 4), dtype=torch.int32, device=device),
             plan=torch.zeros(4, dtype=torch.int32, device=device),
             partial=torch.zeros((max_items, num_qo_heads, head_dim), dtype=torch.float32, device=device),
             lse=torch.zeros((max_items, num_qo_heads, 2), dtype=torch.float32, device=device),
@@ -104,6 +104,7 @@ class DecodeWorkspace:
 @triton.jit(do_not_specialize=["num_rows"])
 def _plan_kernel(
     seq_lens,
+    slots,
     items,
     plan,
     first_item,
@@ -115,7 +116,7 @@ def _plan_kernel(
     HI: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    """Choose the chunk so that all items fill the grid a few times, then list (row, chunk) in row order."""
+    """Choose the chunk so that all items fill the grid a few times, cut rows evenly, and list the pieces by row."""
     chain.follow(CHAIN)
     r = tl.arange(0, ROWS)
     lens = tl.load(seq_lens + r, mask=r < num_rows, other=0)
@@ -127,39 +128,41 @@ def _plan_kernel(
     tl.store(first_item + r, ends - counts, mask=r < num_rows)
     tl.store(first_item + num_rows, tl.sum(counts))
     tl.store(plan, tl.sum(counts))
-    tl.store(plan + 1, chunk)
+    slot = tl.load(slots + r, mask=r < num_rows, other=0)
+    size = tl.cdiv(tl.cdiv(lens, tl.maximum(counts, 1)), LO) * LO
     most = tl.max(counts)
     for c in range(0, most):
-        at = (ends - counts + c) * 2
+        at = (ends - counts + c) * 4
         here = c < counts
         tl.store(items + at, r, mask=here)
-        tl.store(items + at + 1, c, mask=here)
+        tl.store(items + at + 1, slot, mask=here)
+        tl.store(items + at + 2, tl.minimum(c * size, lens), mask=here)
+        tl.store(items + at + 3, tl.minimum((c + 1) * size, lens), mask=here)
 
 
 @triton.jit
 def _decode_kernel(
-    q, k_cache, v_cache, out, page_table, slots, seq_lens, items, plan, first_item, arrivals, partial, lse,
+    q, k_cache, v_cache, out, page_table, seq_lens, items, plan, first_item, arrivals, partial, lse,
     scale, stride_q, stride_page, stride_head, stride_table, stride_out,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     chain.follow(CHAIN)
     num_items = tl.load(plan) * NUM_KV
-    chunk = tl.load(plan + 1)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM)
     t = tl.arange(0, BLOCK)
     for w in range(tl.program_id(0), num_items, tl.num_programs(0)):
         item = w // NUM_KV
         head = w % NUM_KV
-        row = tl.load(items + item * 2)
-        part = tl.load(items + item * 2 + 1)
-        seq_len = tl.load(seq_lens + row)
-        table = page_table + tl.load(slots + row).to(tl.int64) * stride_table
-        begin = part * chunk
-        end = tl.minimum(begin + chunk, seq_len)
+        row = tl.load(items + item * 4)
+        table = page_table + tl.load(items + item * 4 + 1).to(tl.int64) * stride_table
+        begin = tl.load(items + item * 4 + 2)
+        end = tl.load(items + item * 4 + 3)
+        first = tl.load(first_item + row)
+        parts = tl.load(first_item + row + 1) - first
         if WINDOW > 0:
-            begin = tl.maximum(begin, seq_len - WINDOW)
+            begin = tl.maximum(begin, tl.load(seq_lens + row) - WINDOW)
         qo = head * GROUP + g
         query = tl.load(q + row * stride_q + qo[:, None] * DIM + d[None, :], mask=g[:, None] < GROUP, other=0.0)
         top = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
@@ -182,7 +185,7 @@ def _decode_kernel(
             top = new_top
         heads = g < GROUP
         out_at = out + row * stride_out + qo[:, None] * DIM + d[None, :]
-        if seq_len <= chunk:
+        if parts == 1:
             tl.store(out_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=heads[:, None])
         else:
             slot = item * NUM_KV * GROUP + qo
@@ -190,11 +193,9 @@ def _decode_kernel(
             tl.store(lse + slot * 2, top, mask=heads)
             tl.store(lse + slot * 2 + 1, mass, mask=heads)
             tl.debug_barrier()
-            parts = tl.cdiv(seq_len, chunk)
             seen = tl.atomic_add(arrivals + row * NUM_KV + head, 1, sem="acq_rel")
             if seen == parts - 1:
                 tl.debug_barrier()
-                first = tl.load(first_item + row)
                 top = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
                 mass = tl.zeros((GROUP_PAD,), tl.float32)
                 acc = tl.zeros((GROUP_PAD, DIM), tl.float32)
@@ -218,32 +219,39 @@ def _decode_kernel(
                 tl.store(arrivals + row * NUM_KV + head, 0)
 
 
-def plan_decode(ws: DecodeWorkspace, seq_lens: torch.Tensor, num_kv_heads: int, shape: DecodeShape) -> None:
-    """Write the step's work list from `seq_lens`, (rows,), int32, device. Once per step, before the layers.
+def plan_decode(
+    ws: DecodeWorkspace, seq_lens: torch.Tensor, slots: torch.Tensor, num_kv_heads: int, shape: DecodeShape
+) -> None:
+    """Write the step's work list. Once per step, before the layers.
 
-    A row of length 0 is padding: nothing of it is read, and its output is not written.
+    Args:
+        ws: where it goes.
+        seq_lens: (rows,), int32, device; tokens to attend to, the row's own included. A row of length 0 is padding:
+            nothing of it is read, and its output is not written.
+        slots: (rows,), int32, device; the line of the page table that each row reads.
+        num_kv_heads: key and value heads.
+        shape: how the kernel will be cut.
     """
     _plan_kernel[(1,)](
-        seq_lens, ws.items, ws.plan, ws.first_item, seq_lens.shape[0], num_kv_heads, shape.programs * shape.rounds,
+        seq_lens, slots, ws.items, ws.plan, ws.first_item, seq_lens.shape[0], num_kv_heads, shape.programs * shape.rounds,
         ROWS=triton.next_power_of_2(max(ws.max_rows, 2)), LO=MIN_CHUNK, HI=shape.max_chunk, num_warps=4, **chain.options(),
     )  # fmt: skip
 
 
 def decode_attention(
     ws: DecodeWorkspace, shape: DecodeShape, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
-    slots: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, scale: float, window: int | None = None,
+    seq_lens: torch.Tensor, out: torch.Tensor, scale: float, window: int | None = None,
 ) -> None:  # fmt: skip
     """Attend with one query per row over the row's pages.
 
     Args:
-        ws: planned by `plan_decode` for the same `seq_lens` and shape.
+        ws: planned by `plan_decode` for the same rows and shape.
         shape: how to cut the work.
         q: (rows, num_qo_heads, head_dim), bf16, f16 or f32, device; rows may be strided.
         k_cache: (num_pages, num_kv_heads, page_size, head_dim), device.
         v_cache: like k_cache, of equal strides.
         page_table: (slots, columns), int32, device.
-        slots: (rows,), int32, device; the line of the page table that each row reads.
-        seq_lens: (rows,), int32, device; tokens to attend to, the row's own included.
+        seq_lens: (rows,), int32, device.
         out: (rows, num_qo_heads, head_dim), device, written.
         scale: factor on the scores before the softmax.
         window: tokens a row sees, its own included; None for all.
@@ -252,7 +260,7 @@ def decode_attention(
     num_kv, page = k_cache.shape[1], k_cache.shape[2]
     group = num_qo // num_kv
     _decode_kernel[(shape.programs,)](
-        q, k_cache, v_cache, out, page_table, slots, seq_lens, ws.items, ws.plan, ws.first_item, ws.arrivals, ws.partial, ws.lse,
+        q, k_cache, v_cache, out, page_table, seq_lens, ws.items, ws.plan, ws.first_item, ws.arrivals, ws.partial, ws.lse,
         scale * LOG2_E, q.stride(0), k_cache.stride(0), k_cache.stride(1), page_table.stride(0), out.stride(0),
         NUM_KV=num_kv, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, PAGE=page, BLOCK=shape.block,
         WINDOW=window or 0, num_warps=shape.warps, num_stages=shape.stages, **chain.options(),
