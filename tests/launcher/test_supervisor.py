@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.waiting import eventually, heed_all_signals
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 Start = Callable[..., "Launch"]
@@ -26,6 +26,15 @@ def free_ports(count: int) -> list[int]:
     for s in sockets:
         s.close()
     return ports
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Whoever runs the tests may ignore hangups (nohup does), and children would inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
 
 
 class Launch:
@@ -42,7 +51,6 @@ class Launch:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            preexec_fn=heed_all_signals,
         )
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(specs))
