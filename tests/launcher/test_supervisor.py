@@ -36,7 +36,6 @@ def hangups_are_heard() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-
 class Launch:
     """A launcher over stand-ins."""
 
