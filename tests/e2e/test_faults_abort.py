@@ -36,7 +36,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Many slots and short steps."""
-    with launched(tmp_path_factory.mktemp("fast"), "--fake-step-ms", "10", *MANY_SLOTS) as stack:
+    with launched(tmp_path_factory.mktemp("fast"), "--fake-step-ms", "10", "--idle-reply", "2", *MANY_SLOTS) as stack:
         yield stack
 
 

@@ -280,7 +280,7 @@ def test_the_same_request_id_from_several_clients(plant: Served) -> None:
         assert answer.status_code in (200, 400)
     assert not [key for key in plant.command("KEYS", "*") if "same" in key or "a:b" in key]
     assert "x" * 4096 not in stack.log.read_text(errors="replace")
-    wait_quiet(stack, texts=False)
+    wait_quiet(stack, ended_logs=True, texts=False)
 
 
 @pytest.mark.slow

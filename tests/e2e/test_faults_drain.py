@@ -17,7 +17,7 @@ from tests.e2e.stack import Stack
 from tests.waiting import eventually
 
 NUM_STREAMS = 32
-NUM_TOKENS = 150
+NUM_TOKENS = 120
 STEP = ("--fake-step-ms", "20")
 WORKERS = ("tokenizer", "scheduler", "detokenizer")
 

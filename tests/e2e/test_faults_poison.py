@@ -19,7 +19,7 @@ from tests.waiting import eventually
 
 CRASH, STALL = [1, 2, 3], [3, 2, 1]
 NUM_TOKENS = 120
-MARKERS = ("--fake-crash-marker", "1,2,3", "--fake-stall-marker", "3,2,1", "--stuck-after", "3")
+MARKERS = ("--fake-crash-marker", "1,2,3", "--fake-stall-marker", "3,2,1", "--stuck-after", "2")
 STEP = ("--fake-step-ms", "20", "--lease", "2")
 
 
