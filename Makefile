@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e test-images bench bench-served bench-plane soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
+.PHONY: help run dead setup test test-unit test-e2e test-images bench bench-served bench-plane bench-gpu test-gpu soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -88,6 +88,12 @@ bench: $(VENV)/.dev-ready ## Measure offline throughput beside its floor: make b
 
 bench-served: $(VENV)/.dev-ready ## Measure the served stack beside transformers serve: make bench-served [ARGS="--repeats 3"]
 	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m bench.served_cpu $(ARGS)
+
+bench-gpu: $(VENV)/.dev-ready ## Measure the engine on a GPU beside its floor: make bench-gpu [ARGS="--models Qwen3-0.6B --profile"]
+	@$(BIN)/python -m bench.gpu $(ARGS)
+
+test-gpu: $(VENV)/.dev-ready ## Run the tests that need a GPU
+	@$(BIN)/python -m pytest tests/gpu
 
 bench-plane: $(VENV)/.dev-ready ## Measure the token plane: make bench-plane [ARGS="--paced 256x40 --seconds 5"]
 	@$(BIN)/python -m bench.plane $(ARGS)

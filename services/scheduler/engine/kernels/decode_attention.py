@@ -46,9 +46,9 @@ class DecodeShape:
 
 def decode_shape(rows: int, multiprocessors: int) -> DecodeShape:
     """The cut that was fastest on an H200 for that many rows."""
-    if rows > 64:
+    if rows > 128:
         return DecodeShape(4 * multiprocessors)
-    if rows > 4:
+    if 4 < rows <= 24:
         return DecodeShape(3 * multiprocessors, stages=3, rounds=1)
     return DecodeShape(4 * multiprocessors, stages=3, rounds=1)
 
