@@ -169,8 +169,9 @@ class Delta(Message, tag="delta", frozen=True):
 class Heartbeat(Message, tag="beat", frozen=True):
     """What an instance says of itself twice a second. `beat` counts up; a value that stands still is a dead lease.
 
-    The second half is for engines: `fingerprint` names weights, dtype and revision, and only engines of
-    equal fingerprint take requests over from each other.
+    From `fingerprint` on it is for engines: that names weights, dtype and revision, and only engines of equal
+    fingerprint take requests over from each other. The last three are an api's: what its clients have got, and how
+    long they waited for it. Counters begin at the start of the instance.
     """
 
     beat: int
@@ -189,6 +190,13 @@ class Heartbeat(Message, tag="beat", frozen=True):
     num_pages: int = 0
     page_size: int = 0
     tokens_per_s: float = 0.0
+    cached_pages: int = 0
+    cache_query_tokens: int = 0
+    cache_hit_tokens: int = 0
+    num_taken: int = 0
+    num_said: int = 0
+    ttft_counts: list[int] = []
+    gap_counts: list[int] = []
 
 
 class DeadLetter(Message, tag="dead", frozen=True):

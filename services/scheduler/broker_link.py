@@ -159,6 +159,11 @@ class BrokerLink:
         """Whether an engine lives that could take over."""
         return bool(self._fleet.survivors())
 
+    @property
+    def num_taken(self) -> int:
+        """Requests taken over from dead engines so far."""
+        return self._fleet.num_taken
+
     def wake(self) -> None:
         """Let the step loop come round once, if it sleeps."""
         self._desk.ring()

@@ -73,6 +73,7 @@ class Fleet:
         self._giving: list[tuple[bytes, str]] = []
         self._round = itertools.count()
         self.num_left: int | None = None
+        self.num_taken = 0
         """Entries in the own stream at the last look of the handover; None before it."""
 
     def forget_looks(self) -> None:
@@ -114,6 +115,7 @@ class Fleet:
 
     def _on_taken(self, answer: Taken) -> None:
         if answer == "OK":
+            self.num_taken += 1
             self._metrics.takeover("crash")
 
     def _is_kin(self, beat: bytes) -> bool:

@@ -134,7 +134,8 @@ class SchedulerService:
         )
         if link is None:
             return base
-        load = link.load
+        load, scheduler = link.load, self._scheduler
+        assert scheduler is not None, "there is no link without a scheduler"
         return msgspec.structs.replace(
             base,
             num_running=load.num_running,
@@ -142,6 +143,10 @@ class SchedulerService:
             queued_tokens=load.queued_tokens + link.queued_tokens,
             free_pages=load.free_pages,
             tokens_per_s=load.tokens_per_s,
+            cached_pages=scheduler.pages.cache.num_evictable,
+            cache_query_tokens=scheduler.stats.cache_query_tokens,
+            cache_hit_tokens=scheduler.stats.cache_hit_tokens,
+            num_taken=link.num_taken,
         )
 
     def reconnected(self) -> None:

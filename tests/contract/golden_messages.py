@@ -146,6 +146,13 @@ SAMPLES: list[msgspec.Struct] = [
         num_pages=100,
         page_size=16,
         tokens_per_s=123.5,
+        cached_pages=40,
+        cache_query_tokens=9000,
+        cache_hit_tokens=6000,
+        num_taken=2,
+        num_said=1234,
+        ttft_counts=[0, 3, 1],
+        gap_counts=[700, 20, 1],
     ),
     DeadLetter(uid=UID, reason="poison", tries=3, source="scheduler-0", at_ms=1_800_000_000_000, body=b"\x93\x01"),
 ]

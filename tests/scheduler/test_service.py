@@ -246,6 +246,22 @@ def test_the_first_heartbeat_says_whose_requests_it_may_take() -> None:
     assert beat.num_pages == 99 and beat.max_running
 
 
+def test_heartbeats_tell_of_cache_and_takeovers(front: Front, start: Start) -> None:
+    first, second = start("s0", fake_step_ms=5), start("s1", fake_step_ms=5)
+    dead, survivor = first.ready(front), second.ready(front)
+    for _ in range(2):
+        front.finish(front.open(survivor, prompt_ids=list(range(64)), max_tokens=4))
+    beat = eventually(lambda: (b := front.beats()[survivor]).cache_hit_tokens >= 32 and b, "hits are told")
+    assert beat.cache_query_tokens >= beat.cache_hit_tokens
+    assert 0 < beat.cached_pages <= beat.free_pages
+    assert beat.num_taken == 0
+    uids = open_many(front, dead, 3)
+    front.until(lambda: front.said(*uids) > 5, "they are running")
+    first.kill()
+    front.finish(*uids)
+    eventually(lambda: front.beats()[survivor].num_taken == 3, "takeovers are told")
+
+
 def test_the_heart_beats_on_while_a_long_step_is_computed() -> None:
     """The loop waits for the engine meanwhile: others must not take a slow engine for a dead one."""
     service = SchedulerService(SchedulerSettings(engine="fake"))
