@@ -280,6 +280,7 @@ def fake_config(settings: SchedulerSettings, files: ModelFiles) -> FakeEngineCon
         token_us=settings.fake_token_us,
         crash_marker=settings.fake_crash_marker,
         stall_marker=settings.fake_stall_marker,
+        nan_marker=settings.fake_nan_marker,
         check=settings.fake_check,
         stamps=settings.fake_stamps,
     )

@@ -50,6 +50,7 @@ class SchedulerSettings(ModelSettings):
         fake_eos_every: on average one token in so many ends an answer of the fake engine; 0 is never.
         fake_crash_marker: ids with commas; a prompt that holds them in a row ends the process.
         fake_stall_marker: likewise; a prompt that holds them is never done.
+        fake_nan_marker: likewise; for a prompt that holds them no valid numbers are computed.
         fake_check: have the fake engine verify every batch.
         fake_stamps: the text of the fake engine tells when each token was drawn, for benchmarks.
     """
@@ -80,6 +81,7 @@ class SchedulerSettings(ModelSettings):
     fake_eos_every: int = Field(default=0, ge=0)
     fake_crash_marker: IdList = ()
     fake_stall_marker: IdList = ()
+    fake_nan_marker: IdList = ()
     fake_check: bool = True
     fake_stamps: bool = False
 
