@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
+from shared.dialect import Dialect, Outline
 from shared.errors import WireError
 from shared.sampling import SamplingParams
 
@@ -123,6 +124,7 @@ class ReplyHeader(Message, tag="header", frozen=True):
     resumable_ms: int = 0
     request_id: str = ""
     index: int = 0
+    outline: Outline | None = None
 
 
 class FenceHeader(Message, tag="fence", frozen=True):
@@ -170,8 +172,8 @@ class Heartbeat(Message, tag="beat", frozen=True):
     """What an instance says of itself twice a second. `beat` counts up; a value that stands still is a dead lease.
 
     From `fingerprint` on it is for engines: that names weights, dtype and revision, and only engines of equal
-    fingerprint take requests over from each other. The last three are an api's: what its clients have got, and how
-    long they waited for it. Counters begin at the start of the instance.
+    fingerprint take requests over from each other. The three before the last are an api's: what its clients have
+    got, and how long they waited for it. Counters begin at the start of the instance. `dialect` is a tokenizer's.
     """
 
     beat: int
@@ -197,6 +199,7 @@ class Heartbeat(Message, tag="beat", frozen=True):
     num_said: int = 0
     ttft_counts: list[int] = []
     gap_counts: list[int] = []
+    dialect: Dialect | None = None
 
 
 class DeadLetter(Message, tag="dead", frozen=True):

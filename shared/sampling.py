@@ -7,6 +7,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from shared.dialect import Thoughts
+
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 64
@@ -26,7 +28,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 """Closed intervals per float field; `logit_bias` bounds each of its values."""
 
 
-GrammarKind = Literal["json_schema", "regex", "ebnf", "choice"]
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "calls"]
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
@@ -34,16 +36,18 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         kind: how to read `text`: a JSON schema, a regular expression that the whole answer matches, a grammar in
-            Lark's or llama.cpp's notation, or a JSON list of the texts to choose from.
-        text: the schema, expression, grammar or list.
+            Lark's or llama.cpp's notation, a JSON list of the texts to choose from, or calls of tools.
+        text: the schema, expression, grammar or list, or `CallShapes` as JSON.
         lenient: a schema's keywords that cannot be enforced are left aside instead of refused.
         field: the client's field that it came in, for a refusal.
+        thoughts: what may be in front of the answer; the grammar begins behind it.
     """
 
     kind: GrammarKind
     text: str
     lenient: bool = False
     field: str = "response_format"
+    thoughts: Thoughts | None = None
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

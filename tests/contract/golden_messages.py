@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from shared import messages
+from shared import dialect, messages
+from shared.dialect import CallShapes, Dialect, FunctionShape, Outline, Thoughts
 from shared.messages import (
     DeadLetter,
     Delta,
@@ -33,7 +34,11 @@ FIELDS = GOLDEN / "fields.json"
 
 UID, OTHER_UID = "0193d1f0a1b2" + "0" * 20, "0193d1f0a1b3" + "f" * 20
 
-GRAMMAR = Grammar(kind="json_schema", text='{"type":"object"}', lenient=True, field="regex")
+THOUGHTS = Thoughts(open="<think>", close="</think>", close_id=151_668, begun=True)
+OUTLINE = Outline(tools="hermes", functions=["f"], parallel=False, thoughts=THOUGHTS)
+DIALECT = Dialect(tools="hermes", thoughts=THOUGHTS, openings=("begun", "begun", "never"))
+SHAPE = FunctionShape(name="f", schema="{}", strict=True, field="tools.0.function.parameters")
+GRAMMAR = Grammar(kind="json_schema", text='{"type":"object"}', lenient=True, field="regex", thoughts=THOUGHTS)
 PARAMS = SamplingParams(
     max_tokens=12,
     temperature=0.5,
@@ -51,12 +56,17 @@ PARAMS = SamplingParams(
     ignore_eos=True,
     prompt_logprobs=2,
     returns_prompt=True,
-    grammar=GRAMMAR,
+    grammar=msgspec.structs.replace(GRAMMAR, thoughts=None),
 )
 ERROR = ErrorBody(status=500, message="launched 3 times", type="server_error", code="poison", param="messages")
 LOGPROB = LogprobEntry(token_id=9, logprob=-0.25, token=b"\xe2\x82", top=[(9, -0.25, b"\xe2\x82"), (4, -1.5, b"a")])
 
 SAMPLES: list[msgspec.Struct] = [
+    THOUGHTS,
+    OUTLINE,
+    DIALECT,
+    SHAPE,
+    CallShapes(tools="hermes", functions=[SHAPE], parallel=False),
     GRAMMAR,
     PARAMS,
     ERROR,
@@ -114,6 +124,7 @@ SAMPLES: list[msgspec.Struct] = [
         resumable_ms=60_000,
         request_id="req-1",
         index=1,
+        outline=OUTLINE,
     ),
     FenceHeader(engine="scheduler-0-1a2b3c4d", entry="1-0", prompt_tokens=31, prompt_tail=[7, 8]),
     Said(token_ids=[9, 10], text="of a mill"),
@@ -153,6 +164,7 @@ SAMPLES: list[msgspec.Struct] = [
         num_said=1234,
         ttft_counts=[0, 3, 1],
         gap_counts=[700, 20, 1],
+        dialect=DIALECT,
     ),
     DeadLetter(uid=UID, reason="poison", tries=3, source="scheduler-0", at_ms=1_800_000_000_000, body=b"\x93\x01"),
 ]
@@ -162,7 +174,12 @@ def structs() -> dict[str, type[msgspec.Struct]]:
     """Name every struct that crosses a process boundary."""
     kinds = {name: value for name, value in vars(messages).items() if isinstance(value, type)}
     wire = {name: kind for name, kind in kinds.items() if issubclass(kind, Message) and kind is not Message}
-    return {"Grammar": Grammar, "SamplingParams": SamplingParams, **wire}
+    spoken = {
+        name: kind
+        for name, kind in vars(dialect).items()
+        if isinstance(kind, type) and kind.__module__ == dialect.__name__
+    }
+    return {"Grammar": Grammar, "SamplingParams": SamplingParams, **spoken, **wire}
 
 
 def shape(kind: type[msgspec.Struct]) -> list[list[Any]]:
