@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T], what: str, timeout_s: float = 20.0, every_s: float = 0.02) -> T:
+def eventually(condition: Callable[[], T], what: str, timeout_s: float = 60.0, every_s: float = 0.02) -> T:
     """Give the first true value of a condition; fail when none comes in time."""
     pause = threading.Event()
     deadline = time.monotonic() + timeout_s

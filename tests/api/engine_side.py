@@ -215,7 +215,12 @@ class EngineSide:
                 self.ended[entry.uid] = fenced.outcome
                 continue
             last = make_log_id(fenced.attempt, fenced.said)
-            head = self.broker.run(read_log(keys, entry.uid, count=1))[0]
+            log = self.broker.run(read_log(keys, entry.uid, count=1))
+            if not log:  # its client has left since, and the api removed it
+                self.ended[entry.uid] = "refused"
+                self.broker.run(streams.drop_generate(keys, self.name, [entry.entry_id]))
+                continue
+            head = log[0]
             assert isinstance(head, OpenEntry)
             running = Running(
                 request, self.script(request), head.header.replica, entry.entry_id, fenced.attempt, last, fenced.said

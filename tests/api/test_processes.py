@@ -54,7 +54,7 @@ class Process:
         self._reader.start()
 
     def wait_ready(self) -> None:
-        eventually(self._ready, "the api is ready", 40)
+        eventually(self._ready, "the api is ready")
 
     def _ready(self) -> bool:
         assert self.popen.poll() is None, self.log

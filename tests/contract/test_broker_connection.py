@@ -199,7 +199,7 @@ def test_a_failover_is_followed(sentinel: tuple[RedisServer, RedisServer, int]) 
             except BrokerDown:
                 return False
 
-        eventually(moved, "the promoted server is used and takes writes", timeout_s=30)
+        eventually(moved, "the promoted server is used and takes writes")
         assert driver.rings()[0].uid == uid
 
     async def look() -> object:

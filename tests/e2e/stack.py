@@ -20,7 +20,7 @@ from services.launcher.processes import before_exec
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parent.parent.parent
-READY_LIMIT_S = 90.0
+READY_LIMIT_S = 180.0
 
 Json = dict[str, Any]
 
@@ -98,9 +98,10 @@ class Stack:
         os.kill(old, signum)
         eventually(lambda: self.pids().get(instance, old) != old, f"a new {instance}")
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until every service says that it serves."""
-        for instance, port in self.ports().items():
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        """Wait until every service says that it serves; the apis last, since they speak of the others."""
+        ports = sorted(self.ports().items(), key=lambda named: named[0].startswith("api"))
+        for instance, port in ports:
             if instance != "redis":
                 eventually(lambda port=port: is_ready(port), f"{instance} is ready", timeout_s)
 

@@ -303,8 +303,8 @@ def test_the_death_of_a_replica_ends_its_requests_and_no_others(slow: Stack) -> 
         crowd.wait(others)
         check_whole(others, lambda c: texts[c.body["prompt"]], 40)
     slow.wait_ready()
-    eventually(lambda: not slots_in_use(slow), "its slots are free", 30)
-    eventually(lambda: not keys_left(slow, ended_logs=True), "no key of it stays for ever", 30)
+    eventually(lambda: not slots_in_use(slow), "its slots are free")
+    eventually(lambda: not keys_left(slow, ended_logs=True), "no key of it stays for ever")
     assert total(slow, "scheduler", "millrace_aborts_total", cause="orphan") >= 2
 
 

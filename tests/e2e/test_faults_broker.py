@@ -103,7 +103,7 @@ def test_a_restart_without_its_data(plant: Served, undisturbed: dict[str, str], 
         refused = stack.client.post("/v1/completions", json=stack.complete_body("x", max_tokens=1))
         assert refused.status_code == 503
         plant.server.start()
-        eventually(plant.canary, "the canary sings", 30)
+        eventually(plant.canary, "the canary sings")
         crowd.wait(clients)
     check_whole(clients, lambda c: undisturbed[c.body["prompt"]], NUM_TOKENS) if clients else None
     stack.wait_ready()
@@ -144,7 +144,7 @@ def test_keys_that_vanish_come_back(plant: Served, undisturbed: dict[str, str], 
             for pattern in ("millrace:tokenize:*", "millrace:tokens:*", "millrace:inbox:*"):
                 for key in plant.command("KEYS", pattern):
                     plant.command("DEL", key)
-        eventually(plant.canary, "the canary sings", 30)
+        eventually(plant.canary, "the canary sings")
         crowd.wait(clients)
     check_true(clients, undisturbed)
     stack.wait_ready()
@@ -168,7 +168,7 @@ def test_a_full_memory_refuses_new_requests_and_is_got_over(plant: Served, undis
             eventually(lambda: stack.client.get("/readyz").status_code == 503, "readiness says so")
         finally:
             plant.command("CONFIG", "SET", "maxmemory", 0)
-        eventually(plant.canary, "the canary sings", 30)
+        eventually(plant.canary, "the canary sings")
         crowd.wait(clients)
     check_true(clients, undisturbed)
     stack.wait_ready()
@@ -202,7 +202,7 @@ def test_a_key_of_a_wrong_kind_is_told_once_and_got_over(plant: Served) -> None:
     plant.command("DEL", key)
     spent = sum(sum(p.cpu_times()[:2]) for p in processes) - before
     print(f"a wrong key for {time.monotonic() - began:.1f} s: {spent:.2f} s of CPU")
-    eventually(plant.canary, "the canary sings", 30)
+    eventually(plant.canary, "the canary sings")
     assert len(stack.log.read_text(errors="replace").splitlines()) - lines < 60
     assert stack.pids() == pids
     stack.wait_ready()
@@ -251,8 +251,8 @@ def test_answers_are_not_crossed(plant: Served) -> None:
             ids += [c.response_id for c in clients if c.response_id]
             stack.wait_ready()
     assert len(set(ids)) == len(ids) > 200
-    eventually(lambda: not slots_in_use(stack), "nothing runs", 30)
-    eventually(lambda: not keys_left(stack, ended_logs=True), "no key stays for ever", 30)
+    eventually(lambda: not slots_in_use(stack), "nothing runs")
+    eventually(lambda: not keys_left(stack, ended_logs=True), "no key stays for ever")
 
 
 @pytest.mark.slow
@@ -302,5 +302,5 @@ def test_restarts_leave_no_consumer_and_no_key_behind(plant: Served) -> None:
     eventually(
         lambda: len(plant.command("HKEYS", "millrace:alive:tokenizer")) == 1, "the dead are not registered any more"
     )
-    eventually(lambda: len(plant.command("HKEYS", "millrace:alive:api")) == 2, "neither are dead apis", 40)
+    eventually(lambda: len(plant.command("HKEYS", "millrace:alive:api")) == 2, "neither are dead apis")
     wait_quiet(stack, ended_logs=True, texts=False)

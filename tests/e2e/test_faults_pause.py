@@ -65,7 +65,7 @@ def test_a_service_without_a_sibling_stands_still_for_more_than_its_lease(
         clients = crowd.ask(alone, bodies[:-1])
         wait_begun(clients)
         with stopped(alone, instance):
-            eventually(lambda: part in alone.client.get("/readyz").json()["missing"], f"the api misses the {part}", 20)
+            eventually(lambda: part in alone.client.get("/readyz").json()["missing"], f"the api misses the {part}")
             clients += crowd.ask(alone, bodies[-1:])
         crowd.wait(clients)
     check_whole(clients, lambda c: undisturbed[c.body["prompt"]], NUM_TOKENS)

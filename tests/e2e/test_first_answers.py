@@ -99,7 +99,7 @@ def test_a_client_that_walks_away_frees_its_slot_and_pages(real: Stack) -> None:
             next(events)
         assert real.running() == 1
         assert real.metric("scheduler-0", "millrace_kv_pages", state="live") > 0
-    eventually(lambda: real.running() == 0, "the slot is free", 5)
+    eventually(lambda: real.running() == 0, "the slot is free")
     assert real.metric("scheduler-0", "millrace_kv_pages", state="live") == 0
     assert real.complete("1 + 1 =", max_tokens=4)["choices"][0]["text"]
 

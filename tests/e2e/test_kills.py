@@ -94,5 +94,5 @@ def test_a_dead_api_cuts_its_streams_and_leaks_no_slot(real: Stack) -> None:
         real.kill("api-0")
         assert "[DONE]" not in list(events)
     real.wait_ready()
-    eventually(lambda: real.running() == 0, "its slot is free after the lease", 40)
+    eventually(lambda: real.running() == 0, "its slot is free after the lease")
     assert real.complete("The capital of France is", max_tokens=1)["choices"][0]["text"] == " Paris"

@@ -50,7 +50,7 @@ def test_readiness_names_the_missing_part(fake: Stack) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         api = f"http://127.0.0.1:{fake.ports()['api-0']}"
-        eventually(lambda: not is_ready(fake.ports()["api-0"]), "the api misses its engine", 20)
+        eventually(lambda: not is_ready(fake.ports()["api-0"]), "the api misses its engine")
         assert httpx.get(f"{api}/readyz").json()["missing"]
         assert httpx.get(f"{api}/livez").status_code == 200
     finally:

@@ -26,6 +26,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.close()
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process runs no more; an orphan may stay in the table until somebody asks for its status."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_ranks_are_named_and_answer_as_one(ranks: Stack) -> None:
     pids = ranks.pids()
     assert {"scheduler-0", "scheduler-0.1", "scheduler-0.2"} <= pids.keys()
@@ -37,11 +45,11 @@ def test_a_dead_rank_ends_its_engine_and_another_takes_its_place(ranks: Stack) -
     before = ranks.pids()
     expected = ranks.chat("Name three colours.", max_tokens=16)
     os.kill(before["scheduler-0.2"], signal.SIGKILL)
-    eventually(lambda: ranks.pids().get("scheduler-0", 0) != before["scheduler-0"], "a new engine", 30)
+    eventually(lambda: ranks.pids().get("scheduler-0", 0) != before["scheduler-0"], "a new engine")
     gone = [before[name] for name in ("scheduler-0", "scheduler-0.1", "scheduler-0.2")]
-    eventually(lambda: not any(map(psutil.pid_exists, gone)), "all ranks have ended", 10)
-    assert "rank 2 ended with status -9" in ranks.tail(400)
-    ranks.wait_ready(90)
+    eventually(lambda: all(map(has_ended, gone)), "all ranks have ended")
+    assert "rank 2 ended with status -9" in ranks.log.read_text()
+    ranks.wait_ready()
     eventually(lambda: "scheduler-0.2" in ranks.pids(), "its ranks are named")
     again = ranks.chat("Name three colours.", max_tokens=16)
     assert again["choices"][0]["message"] == expected["choices"][0]["message"]

@@ -154,4 +154,4 @@ def test_entries_below_the_position_are_found(redis_settings: RedisSettings, bro
         front.broker.run(command("XADD", stream, "99999999999999-0", "x", "x"))
         eventually(lambda: not front.entries("e1"), "it is buried")
         front.broker.run(command("DEL", stream))
-        assert front.finish(front.open("e1"), timeout_s=5.0)[0].finish == "length"
+        assert front.finish(front.open("e1"))[0].finish == "length"

@@ -80,7 +80,7 @@ def test_a_waiting_request_that_ends_leaves_the_queue(front: Front, redis_settin
         eventually(lambda: engine.link.num_waiting == 20, "twenty wait")
         for uid in waiting:
             front.end(uid)
-        eventually(lambda: engine.link.num_waiting == 0, "nobody waits", timeout_s=3.0)
+        eventually(lambda: engine.link.num_waiting == 0, "nobody waits")
         front.end(first)
         eventually(lambda: engine.is_whole, "slots and pages are free")
 
