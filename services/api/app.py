@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from services.api.error_body import error_response
 from services.api.gate import Gate
-from services.api.routes import generation, health, models
+from services.api.routes import generation, health, models, page, pipeline
 from services.api.schema import ChatRequest, CompletionRequest, GenerateRequest
 from services.api.service import ApiService
 from shared.errors import InvalidRequest, MillraceError
@@ -38,7 +38,7 @@ def create_app(service: ApiService) -> ASGIApp:
 
     app = FastAPI(title="Millrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
     app.state.service = service
-    for router in (generation.router, models.router, health.router):
+    for router in (generation.router, models.router, health.router, pipeline.router, page.router):
         app.include_router(router)
     app.add_exception_handler(MillraceError, _answer)
     app.add_exception_handler(HTTPException, _answer)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from services.api.pipeline import Pipeline
+from services.api.waits import Waits
 from shared.broker import server
 from shared.broker.connection import AsyncBroker
 from shared.broker.control import Observer, beat_and_look, retire
@@ -51,6 +53,8 @@ class Fleet:
         connected: the last heartbeat was accepted.
         draining: said in the heartbeat.
         num_open: choices in flight, said in the heartbeat.
+        waits: what this replica's clients got and waited for, said in the heartbeat.
+        pipeline: the picture of the installation that is made of all heartbeats.
     """
 
     def __init__(
@@ -70,7 +74,8 @@ class Fleet:
         self._version = version
         self._port = port
         self._on_reconnect = on_reconnect
-        self._observer = Observer(incarnation, leases={role: settings.lease_s(role) for role in ROLES})
+        leases = {role: settings.lease_s(role) for role in ROLES}
+        self._observer = Observer(incarnation, leases=leases)
         self._living: dict[Role, dict[str, Heartbeat]] = {role: {} for role in ROLES}
         self._beats: dict[tuple[Role, str], int] = {}
         self._changed: dict[tuple[Role, str], float] = {}
@@ -84,6 +89,8 @@ class Fleet:
         self.memory_ratio = 0.0
         self.draining = False
         self.num_open = 0
+        self.waits = Waits()
+        self.pipeline = Pipeline(leases)
 
     @property
     def models(self) -> dict[str, int]:
@@ -126,6 +133,7 @@ class Fleet:
         seen = await self._broker.run(beat_and_look(self._broker.keys, "api", self._me, mine, ROLES))
         self._observer.note(seen)
         self._judge()
+        self.pipeline.note({role: self._observer.standings(role) for role in ROLES})
         now = time.monotonic()
         for role in WORKERS:
             for name, beat in self._living[role].items():
@@ -142,6 +150,9 @@ class Fleet:
             draining=self.draining,
             port=self._port,
             num_running=self.num_open,
+            num_said=self.waits.num_said,
+            ttft_counts=list(self.waits.ttft),
+            gap_counts=list(self.waits.gap),
         )
 
     def _lost(self) -> None:

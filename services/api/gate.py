@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.api.auth import ANYBODY, Tenant, same_key
 from services.api.error_body import error_response
 from services.api.routes.health import PUBLIC_PATHS
+from services.api.routes.page import PAGE_PATHS
 from services.api.service import ApiService
 from shared.errors import InvalidRequest, MillraceError, NotAuthorized
 from shared.logs import request_context
@@ -68,7 +69,7 @@ class Gate:
         """
         authorization = headers.get(b"authorization")
         settings = self._service.settings
-        if path in PUBLIC_PATHS:
+        if path in PUBLIC_PATHS or path in PAGE_PATHS:
             return ANYBODY
         if path == "/metrics":
             key = settings.metrics_key

@@ -16,6 +16,7 @@ from services.api.auth import read_keys
 from services.api.error_body import to_body
 from services.api.exchange import Exchange, count_usage
 from services.api.fleet import NAMES, WORKERS, Fleet
+from services.api.hops import Hops
 from services.api.janitor import Janitor
 from services.api.metrics import ApiMetrics
 from services.api.repair import SWEEP_S, Repair
@@ -56,6 +57,7 @@ class ApiService:
         self.fleet = Fleet(
             self.broker, self.incarnation, settings, common, version=VERSION, port=port, on_reconnect=self._reconnected
         )
+        self.hops = Hops(self.broker, self.fleet.pipeline)
         self.janitor = Janitor(self.broker)
         self.repair = Repair(
             self.broker, self.incarnation, self.fleet, self.metrics,
@@ -145,11 +147,15 @@ class ApiService:
             return
         now = time.monotonic()
         last, exchange.last_token_at = exchange.last_token_at, now
+        waits = self.fleet.waits
+        waits.num_said += count
         if last:
             self.metrics.itl.observe(now - last)
+            waits.next(now - last)
         else:
             exchange.first_token_at = now
             self.metrics.ttft.labels(exchange.job.model).observe(now - exchange.opened_at)
+            waits.first(now - exchange.opened_at)
         if stamp_ns:
             self.metrics.delivery.observe(max(0.0, (time.time_ns() - stamp_ns) / 1e9))
 
@@ -191,7 +197,7 @@ class ApiService:
         self.readiness.missing("broker agreement")
         while True:
             try:
-                await self.broker.prepare()
+                self.hops.num_shards = (await self.broker.prepare()).num_shards
                 break
             except BrokerError as e:
                 log.warning("waiting for the broker at %s: %s", self.broker.url, e)

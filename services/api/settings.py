@@ -30,6 +30,7 @@ class ApiSettings(ServiceSettings):
         api_keys: `key` or `name=key`, with commas between; empty serves without keys.
         api_keys_file: the same, one per line; lines that begin with # are comments.
         metrics_key: when set, /metrics wants it as a bearer token.
+        disable_page: answer 404 for the page at `/`; /v1/pipeline, which it shows, stays.
         cors_origins: origins that browsers may call from; empty answers no preflight.
         max_body_bytes: largest request body; a larger one is refused with 413.
         max_header_bytes: largest head of a request.
@@ -57,6 +58,7 @@ class ApiSettings(ServiceSettings):
     api_keys: KeyList = ()
     api_keys_file: Path | None = None
     metrics_key: SecretStr | None = None
+    disable_page: bool = False
     cors_origins: CommaList = ()
     max_body_bytes: int = Field(default=16 << 20, ge=1024, le=1 << 30)
     max_header_bytes: int = Field(default=64 << 10, ge=4096, le=1 << 20)

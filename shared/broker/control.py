@@ -7,7 +7,6 @@ observer's own, connected time.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from shared.broker.call import Call, call_script, load_script, pairs
@@ -75,6 +74,17 @@ class _Lease(NamedTuple):
     still_s: float
 
 
+class Standing(NamedTuple):
+    """How an observer sees an instance of the registry."""
+
+    heartbeat: Heartbeat | None
+    """None: it is of a later release, and cannot be read."""
+    still_s: float
+    """For how long it has stood still."""
+    is_over: bool
+    """Whether its lease is over."""
+
+
 class Observer:
     """Judges leases by its own looks. One per service, fed by the thread or task that beats.
 
@@ -135,15 +145,20 @@ class Observer:
         """
         found: dict[str, Heartbeat] = {}
         for incarnation, lease in self._roles.get(role, {}).items():
-            if not self._is_over(role, incarnation, lease):
-                with suppress(WireError):
-                    found[incarnation] = decode(Heartbeat, lease.beat)
+            heartbeat = None if self._is_over(role, incarnation, lease) else _read(lease.beat)
+            if heartbeat is not None:
+                found[incarnation] = heartbeat
         return found
 
     def dead(self, role: Role) -> dict[str, bytes]:
         """Give the dead of a role with the heartbeat they died at, as `retire` wants it."""
         leases = self._roles.get(role, {})
         return {name: lease.beat for name, lease in leases.items() if self._is_over(role, name, lease)}
+
+    def standings(self, role: Role) -> dict[str, Standing]:
+        """Give everyone of a role who is registered, the living and the dead, with what is left of their leases."""
+        leases = self._roles.get(role, {})
+        return {n: Standing(_read(i.beat), i.still_s, self._is_over(role, n, i)) for n, i in leases.items()}
 
     def is_dead(self, role: Role, incarnation: str) -> bool:
         """Whether its heartbeat has stood still for a lease. One that is not registered is not dead, but unknown."""
@@ -169,12 +184,16 @@ class Observer:
         )
 
 
-def _place(beat: bytes) -> tuple[str, int] | None:
+def _read(beat: bytes) -> Heartbeat | None:
     try:
-        heartbeat = decode(Heartbeat, beat)
+        return decode(Heartbeat, beat)
     except WireError:
         return None
-    return (heartbeat.name, heartbeat.port) if heartbeat.port else None
+
+
+def _place(beat: bytes) -> tuple[str, int] | None:
+    heartbeat = _read(beat)
+    return (heartbeat.name, heartbeat.port) if heartbeat is not None and heartbeat.port else None
 
 
 def _by_name(flat: Any) -> dict[str, bytes]:

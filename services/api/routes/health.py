@@ -1,14 +1,13 @@
-"""Probes, metrics, version, and a page for people who open the address in a browser.
+"""Probes, metrics, version.
 
 Probes answer HEAD too: some load balancers and `wget --spider` ask so.
 """
 
-import html
 from typing import Final
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from services.api.service import ApiService
 from shared.metrics import CONTENT_TYPE
@@ -16,7 +15,7 @@ from shared.version import VERSION
 
 router = APIRouter()
 
-PUBLIC_PATHS: Final = frozenset({"/", "/livez", "/startupz", "/readyz", "/health"})
+PUBLIC_PATHS: Final = frozenset({"/livez", "/startupz", "/readyz", "/health"})
 """What needs no key."""
 _NO_STORE: Final = {"cache-control": "no-store"}
 
@@ -63,16 +62,3 @@ async def metrics(request: Request) -> Response:
     """Print the metrics of this process, or of all workers of the port."""
     service: ApiService = request.app.state.service
     return Response(service.metrics.render(), 200, _NO_STORE, CONTENT_TYPE)
-
-
-@router.head("/", include_in_schema=False)
-@router.get("/")
-async def page(request: Request) -> Response:
-    """Say what this is and where its interfaces are."""
-    service: ApiService = request.app.state.service
-    model = html.escape(service.settings.served_model_name)
-    return HTMLResponse(
-        f"<!doctype html><title>Millrace</title><h1>Millrace {VERSION}</h1><p>Serving <code>{model}</code> at "
-        "<code>/v1</code> (OpenAI's API).</p><p><a href=/docs>API</a> &middot; <a href=/readyz>readiness</a> &middot; "
-        "<a href=/metrics>metrics</a></p>"
-    )
