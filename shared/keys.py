@@ -22,6 +22,8 @@ ABORT_TTL_MS: Final = 3_000
 """Life of a doorbell. Whoever misses it learns the same from the log, with its next audit."""
 INBOX_TTL_MS: Final = 60_000
 GENERATE_TTL_MS: Final = 3_600_000
+SLOT_TTL_MS: Final = 15_000
+"""Life of a limited key's place for a request whose replica says nothing: that of the replica's own lease."""
 
 INBOX_CAP: Final = 1_000
 DEAD_CAP: Final = 1_000
@@ -65,6 +67,14 @@ class Keys:
     def abort(self, uid: str) -> str:
         """The doorbell of a terminal: set by the scripts that end a log, looked at by engines on every step."""
         return f"{self.prefix}:abort:{uid}"
+
+    def bucket(self, tenant: str) -> str:
+        """Hash of what an API key may still start and use within its minute; gone when it is full again."""
+        return f"{self.prefix}:bucket:{tenant}"
+
+    def slots(self, tenant: str) -> str:
+        """Sorted set of an API key's requests under way, each with the time at which nobody holds it any more."""
+        return f"{self.prefix}:slots:{tenant}"
 
     def alive(self, role: Role) -> str:
         """Hash of heartbeats, incarnation -> Heartbeat."""

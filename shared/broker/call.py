@@ -29,9 +29,9 @@ class Script:
     sha: str
 
 
-def load_script(name: str) -> Script:
-    """Read `lua/<name>.lua` and put the helpers that all scripts share in front of it."""
-    text = (_LUA / "common.lua").read_text(encoding="utf-8") + (_LUA / f"{name}.lua").read_text(encoding="utf-8")
+def load_script(name: str, *helpers: str) -> Script:
+    """Read `lua/<name>.lua` and put in front of it the helpers that all scripts share, and others by name."""
+    text = "".join((_LUA / f"{part}.lua").read_text(encoding="utf-8") for part in ("common", *helpers, name))
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from shared.broker.call import MAX_BLOCK_MS as MAX_BLOCK_MS
 from shared.broker.call import Argument, Call, blocking, call_script, load_script, nothing, pairs, word, xread
+from shared.broker.limits import Claim, Levels, read_levels
 from shared.broker.log_id import NO_LOG, LogId
 from shared.keys import DEAD_CAP, ENDED_TTL_MS, GENERATE_TTL_MS, REPLY_TTL_MS, TOKENIZER_GROUP, Keys
 from shared.messages import DeadLetter, GenerateRequest, ReplyHeader, Said, StepChunk, TokenizeRequest, decode, encode
@@ -22,7 +23,7 @@ Taken = Literal["OK", "NOENGINE", "NONE", "DROPPED"]
 FIRST: Final = b"0-0"
 """Position before the first entry of any stream."""
 
-_OPEN, _MOVE, _TAKE = load_script("open"), load_script("move"), load_script("take")
+_OPEN, _MOVE, _TAKE = load_script("open", "limits"), load_script("move"), load_script("take")
 _CLAIM, _DISCARD, _FORGET = load_script("claim"), load_script("discard"), load_script("forget")
 _HELD, _BACKLOG = load_script("held"), load_script("backlog")
 
@@ -49,15 +50,18 @@ class Opened(NamedTuple):
 
     Attributes:
         outcome: OK; CHANGED (choice number `changed` has `log_ids[0]` as its last id: read that log);
-            FULL (nothing was queued).
+            FULL and LIMITED (the key's limits forbid it; `limited` says which): nothing was queued.
         entry: id in the tokenize stream.
         log_ids: per choice the id of its `o` entry.
+        levels: what is left of the key's limits; None without a claim.
     """
 
-    outcome: Literal["OK", "CHANGED", "FULL"]
+    outcome: Literal["OK", "CHANGED", "FULL", "LIMITED"]
     entry: bytes = b""
     log_ids: Sequence[LogId] = ()
     changed: int = -1
+    limited: str = ""
+    levels: Levels | None = None
 
 
 class QueueEntry(NamedTuple):
@@ -96,7 +100,9 @@ class Backlog(NamedTuple):
 # --- the api -----------------------------------------------------------------------------------------------
 
 
-def open_request(keys: Keys, request: TokenizeRequest, choices: Sequence[Choice], *, cap: int | None) -> Call[Opened]:
+def open_request(
+    keys: Keys, request: TokenizeRequest, choices: Sequence[Choice], *, cap: int | None, claim: Claim | None = None
+) -> Call[Opened]:
     """Open the logs of all choices of a request and queue it, whole or not at all.
 
     After a lost answer call it again: CHANGED says that a log is there, and reading it shows the `o` entry.
@@ -106,6 +112,7 @@ def open_request(keys: Keys, request: TokenizeRequest, choices: Sequence[Choice]
         request: what is queued; its `uids` are those of `choices`.
         choices: at most 2,048, in the order of `request.uids`.
         cap: entries the queue may hold; None for a repair, which is never refused.
+        claim: what it takes of its API key's limits; None where there are none, and for a repair.
     """
     arguments: list[Argument] = [len(choices), "" if cap is None else cap, REPLY_TTL_MS, encode(request)]
     for c in choices:
@@ -114,6 +121,8 @@ def open_request(keys: Keys, request: TokenizeRequest, choices: Sequence[Choice]
         life = max(c.header.resumable_ms, ENDED_TTL_MS)
         arguments += [c.uid, c.expect, c.seen, said, encode(c.header), c.header.replica, life, told]
     names = [*(keys.reply(c.uid) for c in choices), keys.tokenize(request.model)]
+    if claim is not None:
+        names, arguments = names + claim.keys(keys), arguments + claim.arguments()
     return call_script(_OPEN, names, arguments, _parse_opened)
 
 
@@ -238,12 +247,8 @@ def read_tokens(
 ) -> Call[list[TokensEntry]]:
     """Read several shards from their positions on, up to `count` entries of each; the entries stay.
 
-    Args:
-        keys: names of the installation.
-        model: served model name.
-        positions: shard -> id of the last entry read; FIRST at the start and after every lost connection.
-        count: entries per shard.
-        block_ms: wait this long for the first entry; 0 does not wait.
+    `positions` is the id of the last entry read, FIRST at the start and after every lost connection; `block_ms` is
+    how long to wait for the first entry, 0 not at all.
     """
     shards = {keys.tokens(model, shard).encode(): shard for shard in positions}
 
@@ -329,10 +334,12 @@ def _parse_claimed(answer: Any) -> QueueEntry | None:
 
 def _parse_opened(answer: Any) -> Opened:
     match answer:
-        case [b"OK", entry, *ids]:
-            return Opened("OK", entry, ids)
+        case [b"OK", entry, levels, *ids]:
+            return Opened("OK", entry, ids, levels=read_levels(levels) if levels else None)
         case [b"CHANGED", place, last]:
             return Opened("CHANGED", log_ids=[last], changed=place)
+        case [b"LIMITED", why, levels]:
+            return Opened("LIMITED", limited=why.decode(), levels=read_levels(levels))
         case _:
             return Opened("FULL")
 

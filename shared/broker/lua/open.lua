@@ -1,5 +1,6 @@
 -- Open the logs of all choices of one request and queue it, or open one log again after data was lost.
--- KEYS log.. tokenize ; ARGV choices cap ttl payload, then per choice: uid expect seen said header replica life told
+-- KEYS log.. tokenize [bucket slots] ; ARGV choices cap ttl payload, then per choice: uid expect seen said header
+--   replica life told, then for a limited key what limits.lua says
 local n, args, out = tonumber(ARGV[1]), {}, {}
 for i = 1, n do
   local o = 4 + (i - 1) * 8
@@ -8,8 +9,16 @@ for i = 1, n do
   args[2 * i - 1], args[2 * i] = 'u', ARGV[o + 1]
 end
 if ARGV[2] ~= '' and call('XLEN', KEYS[n + 1]) >= tonumber(ARGV[2]) then return {'FULL'} end
+local bucket, slots, levels, now, r, t = KEYS[n + 2], KEYS[n + 3], ''
+if bucket then
+  now = now_ms()
+  local why
+  why, levels, r, t = judge(bucket, slots, 5 + n * 8, now)
+  if why ~= '' then return {'LIMITED', why, levels} end
+end
 -- The first write is one that a full memory refuses, so that `open` happens whole or not at all.
 local entry = call('XADD', KEYS[n + 1], '*', 'm', ARGV[4], unpack(args))
+if bucket then admit(bucket, slots, 5 + n * 8, now, r, t) end
 for i = 1, n do
   local o = 4 + (i - 1) * 8
   local attempt, _, fields = last(KEYS[i])
@@ -21,4 +30,4 @@ for i = 1, n do
   call('PEXPIRE', KEYS[i], ARGV[3])
   out[i] = id
 end
-return {'OK', entry, unpack(out)}
+return {'OK', entry, levels, unpack(out)}
