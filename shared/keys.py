@@ -76,6 +76,15 @@ class Keys:
         """Sorted set of an API key's requests under way, each with the time at which nobody holds it any more."""
         return f"{self.prefix}:slots:{tenant}"
 
+    def stream(self, uid: str) -> str:
+        """Hash: a response that its client may come back to, named by its first uid; what an api needs to tell it."""
+        return f"{self.prefix}:stream:{uid}"
+
+    @property
+    def streams(self) -> str:
+        """Sorted set of the unfinished ones of those, by the time at which they lapse."""
+        return f"{self.prefix}:streams"
+
     def alive(self, role: Role) -> str:
         """Hash of heartbeats, incarnation -> Heartbeat."""
         return f"{self.prefix}:alive:{role}"

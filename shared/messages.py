@@ -137,10 +137,17 @@ class FenceHeader(Message, tag="fence", frozen=True):
 
 
 class Said(Message, tag="said", frozen=True):
-    """What a client was told before its log was opened again (entry `o`)."""
+    """What a client was told before its log was opened again (entry `o`).
+
+    What follows the text is there for those who come to read the log later, of a reply that can be resumed.
+    """
 
     token_ids: list[int]
     text: str
+    logprobs: list[LogprobEntry] = []
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt: list[LogprobEntry] = []
 
 
 class Delta(Message, tag="delta", frozen=True):

@@ -33,7 +33,7 @@ MAX_LAUNCHES: Final = 3
 FenceOutcome = Literal["OK", "LOST", "GONE", "ENDED", "POISON", "SUSPECT"]
 Ended = Literal["OK", "GONE", "ENDED", "FENCED"]
 
-_FENCE, _APPEND, _END = load_script("fence"), load_script("append"), load_script("end")
+_FENCE, _APPEND, _END = load_script("fence"), load_script("append"), load_script("end", "terminal")
 _AUDIT, _SWEEP = load_script("audit"), load_script("sweep")
 
 
@@ -239,12 +239,16 @@ def last_id(keys: Keys, uid: str) -> Call[LogId]:
     )
 
 
-def sweep(keys: Keys, uids: Sequence[str]) -> Call[list[Glance]]:
-    """Look at logs that have been silent. Only the api that has the clients sweeps them."""
+def sweep(keys: Keys, uids: Sequence[str], *, several: bool = False) -> Call[list[Glance]]:
+    """Look at logs that have been silent. Only the api that has the clients sweeps them.
+
+    `several` for logs that other replicas may sweep too (resumable ones): they do not take each other's signs of an
+    audit, but it takes 100 s longer until an audit that was missed is seen.
+    """
     return call_script(
         _SWEEP,
         [keys.reply(uid) for uid in uids],
-        [REPLY_TTL_MS],
+        [REPLY_TTL_MS, int(several)],
         lambda answer: [Glance(LogId(last), bool(held)) for last, held in pairs(answer)],
     )
 

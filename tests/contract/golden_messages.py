@@ -127,7 +127,7 @@ SAMPLES: list[msgspec.Struct] = [
         outline=OUTLINE,
     ),
     FenceHeader(engine="scheduler-0-1a2b3c4d", entry="1-0", prompt_tokens=31, prompt_tail=[7, 8]),
-    Said(token_ids=[9, 10], text="of a mill"),
+    Said([9, 10], "of a mill", logprobs=[LOGPROB], prompt_tokens=31, cached_tokens=16, prompt=[LOGPROB]),
     Delta(
         first=3,
         token_ids=[9, 10],
