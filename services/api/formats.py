@@ -67,7 +67,7 @@ class OpenAiFormat:
         self._exchange = exchange
         self._job = job
         self._id = f"{self.id_prefix}-{job.uids[0]}"
-        self._created = int(time.time())
+        self._created = job.created or int(time.time())
         self._fingerprint = fingerprint
         self._head = b'data: {"id":%s,"object":%s,"created":%d,"model":%s,"system_fingerprint":%s,"choices":[' % (
             _json(self._id), _json(self.object_stream), self._created, _json(job.model), _json(fingerprint),

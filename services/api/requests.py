@@ -44,6 +44,7 @@ def make_header(job: Job, choice: Choice, replica: str) -> ReplyHeader:
         include_stop=job.include_stop,
         skip_special=job.skip_special,
         key_hash=job.key_hash,
+        resumable_ms=job.resume_ms,
         request_id=job.request_id,
         index=choice.index,
     )
@@ -56,7 +57,11 @@ def make_choices(exchange: Exchange, replica: str) -> list[OpenChoice]:
 
 def make_repair(choice: Choice, replica: str, expect: LogId) -> OpenChoice:
     """Name a log that is opened again, over one that ends at `expect`, with what its client was told."""
+    job = choice.exchange.job
     said = Said(choice.token_ids, choice.text) if choice.said else None
-    header = make_header(choice.exchange.job, choice, replica)
+    if said is not None and job.resume_ms:
+        more = (choice.logprobs, choice.prompt_tokens, choice.cached_tokens, choice.prompt)
+        said = Said(choice.token_ids, choice.text, *more)
+    header = make_header(job, choice, replica)
     seen = max(choice.attempt, split_log_id(LogId(choice.last_id))[0])
     return OpenChoice(choice.uid, header, expect or NO_LOG, seen, said)
