@@ -9,6 +9,7 @@ import time
 from typing import Final
 
 from services.api.job import Job
+from shared.broker.limits import Levels
 from shared.messages import Delta, ErrorBody, LogprobEntry
 
 TOKEN_COST_BYTES: Final = 64
@@ -24,6 +25,7 @@ class Choice:
         last_id: of the log, when the last delta was said; its terminal's once it ended.
         attempt: of the last `open` or reading; with that of `last_id`, what a log opened again must stand above.
         token_ids, texts: all that was said; a log that lost data is opened again with them.
+        logprobs: likewise, kept only of a stream that can be resumed.
         ended: the terminal.
         prompt: the tokens of the prompt, from the first delta of a reply that asked for them.
         entry: of the tokenize stream, as the last `open` gave it.
@@ -38,7 +40,7 @@ class Choice:
 
     __slots__ = (
         "again", "attempt", "behind", "cached_tokens", "closed", "ended", "entry", "exchange", "held_at", "index",
-        "last_id", "opened", "prompt", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids", "touched",
+        "last_id", "logprobs", "opened", "prompt", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids", "touched",
         "uid", "unheld",
     )  # fmt: skip
 
@@ -52,6 +54,7 @@ class Choice:
         self.said = 0
         self.token_ids: list[int] = []
         self.texts: list[str] = []
+        self.logprobs: list[LogprobEntry] = []
         self.ended: Delta | None = None
         self.prompt: list[LogprobEntry] = []
         self.entry = b""
@@ -83,6 +86,11 @@ class Choice:
         """
         self.last_id = entry_id
         self.touched = self.held_at = time.monotonic()
+        self.take_in(delta)
+        self.exchange.push(self, delta)
+
+    def take_in(self, delta: Delta) -> None:
+        """Remember what a delta tells."""
         if delta.prompt_tokens and not self.prompt_tokens:
             self.prompt_tokens = delta.prompt_tokens
             self.cached_tokens = delta.cached_tokens
@@ -95,7 +103,8 @@ class Choice:
             self.texts.append(delta.text)
         if delta.finish is not None or delta.error is not None:
             self.ended = delta
-        self.exchange.push(self, delta)
+        if delta.logprobs and self.exchange.job.resume_ms:
+            self.logprobs.extend(delta.logprobs)
 
 
 class Exchange:
@@ -110,19 +119,25 @@ class Exchange:
         lagging: some choice is behind: its log holds what the slow client has not been told.
         silent_since: monotonic seconds since nothing was written; the sweep asks for a comment by it.
         sending_since: monotonic seconds when the write that is under way began; 0 between writes.
+        follows: nobody rings for it: it reads a stream that was opened elsewhere, or by a client that left.
+        announced: its client knows the stream's id, and so can come back to it.
+        levels: what is left of the API key's limits, where it has any.
     """
 
     __slots__ = (
         "_waiter",
+        "announced",
         "choices",
         "comment_due",
         "cut",
         "failure",
         "first_token_at",
+        "follows",
         "gone",
         "job",
         "lagging",
         "last_token_at",
+        "levels",
         "max_unsent_bytes",
         "num_open",
         "opened_at",
@@ -145,11 +160,14 @@ class Exchange:
         self.comment_due = False
         self.cut = False
         self.lagging = False
+        self.follows = False
+        self.announced = False
         self.opened_at = self.silent_since = time.monotonic()
         self.sending_since = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self.task: asyncio.Task[object] | None = None
+        self.levels: Levels | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -185,6 +203,11 @@ class Exchange:
         if self.failure is None and self.num_open:
             self.failure = error
             self.wake()
+
+    def nudge(self) -> None:
+        """Let the writer send something even if there is nothing to tell."""
+        self.comment_due = True
+        self.wake()
 
     def hang_up(self) -> None:
         """Note that the client is gone."""

@@ -6,6 +6,7 @@ Plain data without behaviour beyond arithmetic. Knows neither HTTP nor the broke
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shared.broker.limits import Claim, Limits
 from shared.ids import new_uid
 from shared.messages import Prompt
 from shared.sampling import SamplingParams
@@ -41,7 +42,11 @@ class Job:
         echo: per prompt the text in front of its answer, None in it where the prompt came as ids and the engine
             returns them; None where nothing is echoed.
         timeout_s: deadline from the client, or None.
+        resume_ms: how long the stream waits for a client to come back; 0 for one that cannot be resumed.
+        created, fingerprint: what a stream that can be resumed says of itself, whoever writes it.
         cost_bytes: what the request weighs while it is unfinished (its body).
+        limits: of its API key.
+        claim: what it takes of them; None where there are none.
     """
 
     kind: Kind
@@ -71,7 +76,12 @@ class Job:
     traceparent: str = ""
     tenant: str = ""
     key_hash: str = ""
+    limits: Limits = field(default_factory=Limits)
+    claim: Claim | None = None
     uids: list[str] = field(default_factory=list)
+    resume_ms: int = 0
+    created: int = 0
+    fingerprint: str = ""
 
     @property
     def num_choices(self) -> int:
