@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -19,7 +20,15 @@ from shared.broker.server import Agreement
 from shared.errors import BrokerDown, BrokerError, ConfigError, MillraceError, WireError
 from shared.keys import BEAT_S, LEASE_S, Role
 from shared.messages import Heartbeat, encode
-from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, Metrics
+from shared.metrics import (
+    BROKER_RECONNECTS,
+    BROKER_ROUND_TRIP,
+    BROKER_UP,
+    HEARTBEAT_AGE,
+    LEASES_LOST,
+    LIVING,
+    Metrics,
+)
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +92,11 @@ class Heart:
         self._up_gauge = metrics.gauge(BROKER_UP)
         self._reconnects = metrics.counter(BROKER_RECONNECTS)
         self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
+        self._leases_lost = metrics.counter(LEASES_LOST)
+        metrics.gauge(HEARTBEAT_AGE).set_function(lambda: self.since_beat_s)
+        for watched in self._roles:
+            self._leases_lost.labels(watched)
+            metrics.gauge(LIVING).labels(watched).set_function(partial(self._num_living, watched))
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
 
     @property
@@ -188,7 +202,14 @@ class Heart:
     def _note(self, seen: Look) -> None:
         self._observer.note(seen)
         self._living = {role: self._observer.living(role) for role in self._roles}
-        self._dead = {role: self._observer.dead(role) for role in self._roles}
+        before, self._dead = self._dead, {role: self._observer.dead(role) for role in self._roles}
+        for role, dead in self._dead.items():
+            if new := dead.keys() - before.get(role, {}).keys():
+                self._leases_lost.labels(role).inc(len(new))
+
+    def _num_living(self, role: Role) -> int:
+        """Count the living of a role; nobody is known to live while the broker is away."""
+        return len(self.living(role)) if self._up else 0
 
     def _came_up(self) -> None:
         self._backoff.reset()

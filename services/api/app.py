@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.api.error_body import error_response
+from services.api.error_body import error_response, to_body
 from services.api.gate import Gate
 from services.api.routes import generation, health, models, page, pipeline
 from services.api.schema import ChatRequest, CompletionRequest, GenerateRequest
@@ -60,11 +60,13 @@ def create_app(service: ApiService) -> ASGIApp:
 
 async def _answer(request: Request, error: Exception) -> Response:
     return error_response(error)
+    service: ApiService = request.app.state.service
+    service.metrics.error(to_body(error))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Answer what the framework would call a 422: to OpenAI's clients a bad request is a 400."""
-    return error_response(InvalidRequest("the request's parameters are not valid"))
+    return await _answer(request, InvalidRequest("the request's parameters are not valid"))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

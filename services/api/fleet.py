@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from services.api.metrics import BROKER_MEMORY, BROKER_MEMORY_LIMIT
 from services.api.pipeline import Pipeline
 from services.api.waits import Waits
 from shared.broker import server
@@ -19,7 +20,7 @@ from shared.broker.control import Observer, beat_and_look, retire
 from shared.errors import BrokerError
 from shared.keys import BEAT_S, Role
 from shared.messages import Heartbeat, encode
-from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, Metrics
+from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, LEASES_LOST, LIVING, Metrics
 from shared.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,11 @@ class Fleet:
         self._up = metrics.gauge(BROKER_UP)
         self._reconnects = metrics.counter(BROKER_RECONNECTS)
         self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
+        self._memory = metrics.gauge(BROKER_MEMORY)
+        self._memory_limit = metrics.gauge(BROKER_MEMORY_LIMIT)
+        self._num_living = {role: metrics.gauge(LIVING).labels(role) for role in ROLES}
+        self._leases_lost = {role: metrics.counter(LEASES_LOST).labels(role) for role in ROLES}
+        self._dead: dict[Role, set[str]] = {}
         self.connected = False
         self.memory_ratio = 0.0
         self.draining = False
@@ -99,13 +105,13 @@ class Fleet:
 
     async def run(self) -> None:
         """Beat for ever. Every lost connection starts all leases anew and is told to `on_reconnect` when it is over."""
-        was_up = False
+        was_up = has_been_up = False
         while True:
             began = time.monotonic()
             try:
                 await self._look()
                 if self._beat % _INFO_EVERY == 1:
-                    self.memory_ratio = (await self._broker.run(server.info())).used_ratio
+                    await self._look_at_memory()
             except BrokerError as e:
                 if was_up:
                     log.warning("the broker is away: %s", e)
@@ -115,12 +121,26 @@ class Fleet:
                 self._round_trip.observe(time.monotonic() - began)
                 if not was_up:
                     log.info("connected to the broker at %s", self._broker.url)
-                    self._reconnects.inc()
+                    self._reconnects.inc(has_been_up)
                     self._on_reconnect()
-                was_up = True
+                was_up = has_been_up = True
             self.connected = was_up
-            self._up.set(was_up)
+            self._show(was_up)
             await asyncio.sleep(max(0.0, BEAT_S - (time.monotonic() - began)))
+
+    async def _look_at_memory(self) -> None:
+        info = await self._broker.run(server.info())
+        self.memory_ratio = info.used_ratio
+        self._memory.set(info.used_bytes)
+        self._memory_limit.set(info.max_bytes)
+
+    def _show(self, up: bool) -> None:
+        """Set the gauges; what only the broker knows is unknown while it is away."""
+        self._up.set(up)
+        for role, gauge in self._num_living.items():
+            gauge.set(len(self._living[role]) if up else 0)
+        if not up:
+            self._memory.set(float("nan"))
 
     async def leave(self) -> None:
         """Take this replica out of the registry, at its clean end."""
@@ -164,6 +184,10 @@ class Fleet:
     def _judge(self) -> None:
         """Read the heartbeats of the living once per look: they are asked for with every request and sweep."""
         self._living = {role: self._observer.living(role) for role in ROLES}
+        for role in ROLES:
+            dead = set(self._observer.dead(role))
+            self._leases_lost[role].inc(len(dead - self._dead.get(role, set())))
+            self._dead[role] = dead
 
     def living(self, role: Role, model: str) -> list[Heartbeat]:
         """Give the living of a role that serve a model."""

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.auth import ANYBODY, Tenant, same_key
-from services.api.error_body import error_response
+from services.api.error_body import error_response, to_body
 from services.api.routes.health import PUBLIC_PATHS
 from services.api.routes.page import PAGE_PATHS
 from services.api.service import ApiService
@@ -53,7 +53,7 @@ class Gate:
                 if not valid:
                     raise InvalidRequest("X-Request-Id: up to 128 of A-Z a-z 0-9 . _ : @ / + = -", param="X-Request-Id")
                 tenant = self._admit(scope["path"], headers)
-                scope.setdefault("state", {}).update(request_id=request_id, tenant=tenant)
+                state.update(request_id=request_id, tenant=tenant, began=began)
                 await self._app(scope, receive, answer.send)
             except ClientDisconnect:
                 pass
@@ -96,6 +96,7 @@ class Gate:
 
 class _Answer:
     """Passes an answer on: adds the request id to its head, and remembers how far it came."""
+        self._service.metrics.error(to_body(error))
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -170,6 +170,7 @@ class Replies:
             return
         if choice.ended is not None:
             return
+                    self._metrics.inbox_hop.observe(max(0.0, time.time() - int(position.partition(b"-")[0]) / 1000))
         if choice.reading:
             choice.again = True
         elif choice.exchange.full:

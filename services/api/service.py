@@ -136,22 +136,34 @@ class ApiService:
             await self.replies.open(exchange, self.admission.capacity(exchange.job.model))
         except RateLimited as e:
             self.metrics.refused.labels("queue_full").inc()
-            raise self.admission.full(e.message, len(exchange.choices)) from e
-        except (Unavailable, BrokerError):
+            full = self.admission.full(e.message, len(exchange.choices))
+            exchange.fail(to_body(full))
+            raise full from e
+        except (Unavailable, BrokerError) as e:
             self.metrics.refused.labels("broker").inc()
             raise
 
     def note_tokens(self, exchange: Exchange, count: int, stamp_ns: int) -> None:
         """Measure tokens that are about to be written."""
         if not count:
+        exchange.job.claim = claim = make_claim(exchange.job)
+        if claim is not None:
+            self.limits.enter(claim)
+        began = time.monotonic()
             return
         now = time.monotonic()
+        except KeyLimited as e:
+            self.metrics.refused.labels("key_limits").inc()
+            exchange.fail(to_body(e))
+            raise
         last, exchange.last_token_at = exchange.last_token_at, now
         waits = self.fleet.waits
         waits.num_said += count
         if last:
             self.metrics.itl.observe(now - last)
+            exchange.fail(to_body(e))
             waits.next(now - last)
+        self.metrics.open.observe(time.monotonic() - began)
         else:
             exchange.first_token_at = now
             self.metrics.ttft.labels(exchange.job.model).observe(now - exchange.opened_at)
@@ -186,6 +198,8 @@ class ApiService:
         """Say when a background task dies, and serve nobody new: nothing else would tell, until a client hangs."""
         try:
             await work
+            if choice.said:
+                self.metrics.answer_tokens.observe(choice.said)
         except Exception:
             log.critical("the task %s died", name, exc_info=True)
             self.readiness.missing(f"{name} task")

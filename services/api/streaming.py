@@ -20,7 +20,7 @@ from services.api.formats import COMMENT, Format, make_format
 from services.api.job import Job
 from services.api.service import ApiService
 from shared.errors import DeadlineExceeded, RateLimited
-from shared.messages import Delta, LogprobEntry
+from shared.messages import Delta, ErrorBody, LogprobEntry
 
 STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,7 +50,17 @@ class GenerationResponse(Response):
             service.metrics.refused.labels("queue_full").inc()
             raise
         job.name_choices()
-        exchange = Exchange(job, service.settings.max_unsent_bytes)
+        await self._answer(Exchange(job, service.settings.max_unsent_bytes), scope, receive, send)
+
+    async def _open(self, exchange: Exchange, scope: Scope) -> None:
+        """Queue the request."""
+        service = self._service
+        service.metrics.intake.observe(exchange.opened_at - scope["state"]["began"])
+        await service.open(exchange)
+        tell_limits(scope, exchange)
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
         watcher = asyncio.create_task(_watch(receive, exchange))
         alarm = _set_alarm(exchange)
         service.enter(exchange)
@@ -79,7 +89,7 @@ class GenerationResponse(Response):
         if exchange.gone:
             return
         if error is not None:
-            await _send_error(EndedWithError(error), scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         out = form.begin()
@@ -89,6 +99,7 @@ class GenerationResponse(Response):
             ended = error is not None or (exchange.num_open == 0 and not exchange.pending and not exchange.lagging)
             if error is not None:
                 out += form.error(error)
+                self._service.metrics.error(error)
             elif ended:
                 out += form.end()
             if out:
@@ -147,11 +158,16 @@ class GenerationResponse(Response):
                 self._service.replies.catch_up(exchange)
         error = exchange.first_error()
         if error is not None:
-            await _send_error(EndedWithError(error), scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
         body = make_format(exchange, self._service.fingerprint(exchange.job.model)).whole(logprobs)
         await Response(body, 200, media_type="application/json")(scope, receive, send)
 
+
+    async def _refuse(self, error: ErrorBody, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error alone: nothing was written yet."""
+        self._service.metrics.error(error)
+        await error_response(EndedWithError(error))(scope, receive, send)
 
 def ending(delta: Delta) -> Delta | None:
     """Give the delta itself if it ends its choice well."""
@@ -163,10 +179,6 @@ def abort(scope: Scope) -> None:
     drop: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
     if drop is not None:
         drop()
-
-
-async def _send_error(error: EndedWithError, scope: Scope, receive: Receive, send: Send) -> None:
-    await error_response(error)(scope, receive, send)
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:

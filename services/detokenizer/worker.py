@@ -23,7 +23,7 @@ from shared.broker.control import retire
 from shared.broker.streams import FIRST, TokensEntry, backlog, bury, drop_tokens, read_tokens
 from shared.errors import BrokerDown, BrokerError, WireError
 from shared.messages import DeadLetter, Heartbeat, StepChunk, decode
-from shared.metrics import DEAD_LETTERS, HOP_SECONDS, STREAM_LAG, STREAM_LENGTH, STREAM_OLDEST_AGE
+from shared.metrics import DEAD_LETTERS, HOP_SECONDS, StreamGauges
 from shared.model_files import locate
 from shared.runtime import Life
 from shared.vocab import load_vocabulary
@@ -72,9 +72,7 @@ class Detokenizer:
             idle_s=settings.idle_reply,
         )
         self._hop = life.metrics.histogram(HOP_SECONDS).labels("tokens")
-        self._length = life.metrics.gauge(STREAM_LENGTH).labels("tokens")
-        self._lag = life.metrics.gauge(STREAM_LAG).labels("tokens")
-        self._oldest = life.metrics.gauge(STREAM_OLDEST_AGE).labels("tokens")
+        self._stream = StreamGauges(life.metrics, "tokens")
         self._dead = life.metrics.counter(DEAD_LETTERS).labels("undecodable")
 
     def serve(self, life: Life) -> None:
@@ -216,7 +214,5 @@ class Detokenizer:
         measuring = [backlog(broker.keys.tokens(self._model, shard)) for shard in self._positions]
         answers = broker.run_many([*signing_off, *measuring]) if signing_off or measuring else []
         backlogs = answers[len(signing_off) :]
-        length = sum(b.length for b in backlogs)
-        self._length.set(length)
-        self._lag.set(length)
-        self._oldest.set(max((b.age_s for b in backlogs), default=0.0))
+        length, said = sum(b.length for b in backlogs), sum(map(len, self._said.values()))
+        self._stream.set(length, length - said, said, max((b.age_s for b in backlogs), default=0.0))

@@ -134,7 +134,8 @@ class Inbox:
             if request is None:
                 self._endings.bury(entry)
                 continue
-            self._metrics.read(time.time() - int(entry.entry_id.partition(b"-")[0]) / 1000)
+            waited_s = time.time() - int(entry.entry_id.partition(b"-")[0]) / 1000
+            self._metrics.read(waited_s, again=entry.why != "new")
             shard = shard_of(entry.uid, self._num_shards)
             held = Held(entry.uid, entry.entry_id, request, entry.why, shard)
             known = self._ledger.get(entry.uid)
@@ -179,6 +180,7 @@ class Inbox:
             case "OK":
                 self._ledger.speak(held, answer.attempt, answer.said, answer.launches)
                 self._metrics.queued(time.time() - held.request.arrival_ms / 1000)
+                self._metrics.stage("admit", held.fenced_ns - held.read_ns)
                 if answer.said:
                     self._replays[held.uid] = held
                 else:

@@ -4,7 +4,8 @@ Owns the record of each request (waiting, live or finished), the order in which 
 suspects; belongs to the I/O thread alone. Pure: knows neither the broker nor the step loop.
 """
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -42,6 +43,7 @@ class Held:
         unsent: places in step entries that wait for the broker.
         replica: api replica that has the client; empty until its log's header was read.
         resumable: whether the request goes on when that replica dies.
+        read_ns, fenced_ns, first_ns: wall clock when its entry was read, its fence answered, its first token drawn.
     """
 
     uid: str
@@ -61,6 +63,9 @@ class Held:
     unsent: int = 0
     replica: str = ""
     resumable: bool = False
+    read_ns: int = field(default_factory=time.time_ns)
+    fenced_ns: int = 0
+    first_ns: int = 0
 
     def judge(self, attempt: int, said: int) -> Verdict:
         """Compare an open log with what this engine knows of it.
@@ -178,6 +183,7 @@ class Ledger:
         held.phase, held.attempt, held.launches = Phase.LIVE, attempt, launches
         held.base = held.logged = held.drawn = held.sent = said
         held.sent_id, held.unsent = b"", 0
+        held.fenced_ns, held.first_ns = time.time_ns(), 0
         self._live[held.uid] = held
         self._fresh.add(held.uid)
         if launches > 1:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from services.scheduler.core.batch import StepPath
 from services.scheduler.core.link import Link, StepOutput
 from services.scheduler.core.ports import Engine, Step
 from services.scheduler.core.scheduler import Scheduler
@@ -34,7 +35,7 @@ RATE_WINDOW_S = 1.0
 
 @dataclass(slots=True)
 class LoopStats:
-    """Counters of the loop, read by other threads; all but the last two only grow.
+    """Counters of the loop, read by other threads; all but the last four only grow.
 
     Attributes:
         steps: settled steps.
@@ -42,7 +43,8 @@ class LoopStats:
         launch_s: time in the engine's `launch`.
         wait_s: time waiting for the engine.
         forward_s: device time as the engine told it.
-        rows: rows of the newest step.
+        idle_s: time in which no step could run.
+        rows, tokens, path: of the step that was settled last.
         busy_since: monotonic time since when the loop has been in a call of the engine; 0.0 while it is in none.
     """
 
@@ -51,7 +53,10 @@ class LoopStats:
     launch_s: float = 0.0
     wait_s: float = 0.0
     forward_s: float = 0.0
+    idle_s: float = 0.0
     rows: int = 0
+    tokens: int = 0
+    path: StepPath = "eager"
     busy_since: float = 0.0
 
 
@@ -105,7 +110,6 @@ class StepLoop:
         batch = None if self._link.paused else self._scheduler.plan()
         if batch is not None:
             self._was_checked = False
-            self.stats.rows = batch.num_rows
             self.stats.busy_since = time.monotonic()
             at = time.perf_counter()
             self._launched.append(self._engine.launch(batch))
@@ -141,6 +145,8 @@ class StepLoop:
         self.stats.busy_since = 0.0
         self.stats.wait_s += time.perf_counter() - at
         self.stats.forward_s += result.forward_ms / 1e3
+        self.stats.rows, self.stats.tokens = step.batch.num_rows, len(step.batch.input_ids)
+        self.stats.path = result.path
         self.stats.steps += 1
         output = self._scheduler.settle(step.batch, result, time.time_ns())
         self._guide_oldest()
@@ -167,6 +173,7 @@ class StepLoop:
         self._engine.check()
         began = time.monotonic()
         self._link.idle(COMPILE_IDLE_S if self._scheduler.guides.num_compiling else IDLE_S)
+        self.stats.idle_s += time.monotonic() - began
         if not self._was_checked and time.monotonic() - began >= IDLE_S:
             self._scheduler.check()
             self._was_checked = True

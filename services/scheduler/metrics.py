@@ -1,6 +1,6 @@
-"""The metrics of a scheduler: the table of their names, and the one object that the loop and the link tell.
+"""The metrics of a scheduler: the one object that the loop and the link tell. The names are in `metric_table`.
 
-Owns names, help texts and labels. Gauges are asked for at each scrape, so they cannot freeze at an old value.
+Gauges are asked for at each scrape, so they cannot freeze at an old value.
 Labels come from closed sets; no uid, no text.
 """
 
@@ -10,106 +10,70 @@ from typing import Final, Literal
 
 from prometheus_client import Gauge
 
+from services.scheduler.core.batch import StepPath
 from services.scheduler.core.config import SchedulerStats
+from services.scheduler.core.ports import EngineLimits
+from services.scheduler.metric_table import (
+    ABORTS,
+    BAD_ROWS,
+    CACHE_HIT_TOKENS,
+    CACHE_INFO,
+    CACHE_QUERY_TOKENS,
+    FENCES,
+    FINISHED,
+    GENERATED_TOKENS,
+    IDLE_SECONDS,
+    IO_TURN_SECONDS,
+    KV_EVICTED,
+    KV_PAGES,
+    KV_PAGES_CAPACITY,
+    KV_USAGE,
+    LAST_STEP,
+    LINK_PAUSED,
+    LOAD_SECONDS,
+    LOG_RESTARTS,
+    MODEL_INFO,
+    PREFILL_TOKENS,
+    PUBLISH_SECONDS,
+    QUEUE_SECONDS,
+    QUEUED_TOKENS,
+    RETRACTIONS,
+    RUNNING,
+    SLOTS,
+    STEP_PART_SECONDS,
+    STEP_ROWS,
+    STEP_SECONDS,
+    STEP_TOKENS,
+    STEPS,
+    TAKEOVERS,
+    UNCONFIRMED,
+    WAITING,
+)
+from services.scheduler.metric_table import (
+    TABLE as TABLE,
+)
 from shared.metrics import (
     DEAD_LETTERS,
+    DELIVERIES,
     HOP_SECONDS,
-    LATENCY_BUCKETS,
-    SHORT_BUCKETS,
-    STREAM_LAG,
-    STREAM_LENGTH,
-    STREAM_OLDEST_AGE,
+    STAGE_SECONDS,
     Metric,
     Metrics,
+    StreamGauges,
 )
 
 Part = Literal["host", "launch", "wait", "device"]
 Cause = Literal["doorbell", "audit", "fence", "orphan"]
 STREAM: Final = "generate"
-ROWS_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
-
-RUNNING: Final = Metric("millrace_requests_running", "gauge", "Requests with a slot")
-WAITING: Final = Metric("millrace_requests_waiting", "gauge", "Requests of this engine without a slot")
-QUEUED_TOKENS: Final = Metric("millrace_queued_tokens", "gauge", "Prompt tokens of the waiting requests")
-SLOTS: Final = Metric("millrace_slots", "gauge", "Request slots of the engine")
-KV_PAGES: Final = Metric("millrace_kv_pages", "gauge", "KV pages by state: free, live, cached", ("state",))
-KV_PAGES_CAPACITY: Final = Metric("millrace_kv_pages_capacity", "gauge", "KV pages of the pool")
-LINK_PAUSED: Final = Metric(
-    "millrace_link_paused", "gauge", "1 while no step is taken: token streams full, or the lease not kept"
-)
-UNCONFIRMED: Final = Metric(
-    "millrace_requests_unconfirmed", "gauge", "Requests computed to their end whose terminal is not in the log yet"
-)
-LOAD_SECONDS: Final = Metric("millrace_model_load_seconds", "gauge", "Time the model took to load")
-CACHE_QUERY_TOKENS: Final = Metric(
-    "millrace_prefix_cache_query_tokens_total", "counter", "Prompt tokens looked up in the prefix cache"
-)
-CACHE_HIT_TOKENS: Final = Metric(
-    "millrace_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in the prefix cache"
-)
-PREFILL_TOKENS: Final = Metric("millrace_prefill_tokens_total", "counter", "Prompt tokens computed")
-GENERATED_TOKENS: Final = Metric("millrace_generated_tokens_total", "counter", "Tokens drawn")
-STEPS: Final = Metric("millrace_steps_total", "counter", "Engine steps settled")
-STEP_SECONDS: Final = Metric(
-    "millrace_step_seconds", "histogram", "Time of a step, as the loop's thread sees it", buckets=SHORT_BUCKETS
-)
-STEP_PART_SECONDS: Final = Metric(
-    "millrace_step_part_seconds",
-    "histogram",
-    "Time of a step by part: host (planning, settling), launch, wait (for the engine), device",
-    ("part",),
-    SHORT_BUCKETS,
-)
-STEP_ROWS: Final = Metric("millrace_step_rows", "histogram", "Requests in a step", buckets=ROWS_BUCKETS)
-RETRACTIONS: Final = Metric(
-    "millrace_retractions_total", "counter", "Requests put back to the queue because pages ran out"
-)
-FINISHED: Final = Metric(
-    "millrace_engine_requests_finished_total",
-    "counter",
-    "Requests this engine is done with: stop, length, abort, error, moved (to another engine)",
-    ("reason",),
-)
-ABORTS: Final = Metric(
-    "millrace_aborts_total",
-    "counter",
-    "Requests ended from outside, by what showed it: doorbell, audit, fence, orphan",
-    ("cause",),
-)
-FENCES: Final = Metric(
-    "millrace_fences_total",
-    "counter",
-    "Answers to fences: ok, gone, ended, lost, suspect, poison",
-    ("answer",),
-)
-TAKEOVERS: Final = Metric(
-    "millrace_takeovers_total", "counter", "Requests taken from a dead engine or handed over in a drain", ("why",)
-)
-LOG_RESTARTS: Final = Metric(
-    "millrace_log_restarts_total", "counter", "Requests started again from their log, because the broker lost data"
-)
-QUEUE_SECONDS: Final = Metric(
-    "millrace_queue_seconds", "histogram", "From the api's acceptance to this engine's fence", buckets=LATENCY_BUCKETS
-)
-IO_TURN_SECONDS: Final = Metric(
-    "millrace_io_turn_seconds", "histogram", "One pipelined turn of the I/O thread", buckets=SHORT_BUCKETS
-)
-PUBLISH_SECONDS: Final = Metric(
-    "millrace_publish_seconds", "histogram", "From a settled step to the broker's answer", buckets=SHORT_BUCKETS
-)
-
-TABLE: Final[tuple[Metric, ...]] = (
-    RUNNING, WAITING, QUEUED_TOKENS, SLOTS, KV_PAGES, KV_PAGES_CAPACITY, LINK_PAUSED, UNCONFIRMED, LOAD_SECONDS,
-    CACHE_QUERY_TOKENS, CACHE_HIT_TOKENS, PREFILL_TOKENS, GENERATED_TOKENS, STEPS, STEP_SECONDS, STEP_PART_SECONDS,
-    STEP_ROWS, RETRACTIONS, FINISHED, ABORTS, FENCES, TAKEOVERS, LOG_RESTARTS, QUEUE_SECONDS, IO_TURN_SECONDS,
-    PUBLISH_SECONDS,
-)  # fmt: skip
-"""Every metric of this service beside the common ones; documentation and dashboards are made from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What the gauges read at a scrape; made by `service` from the loop and the link."""
+    """What the gauges read at a scrape; made by `service` from the loop and the link.
+
+    Attributes:
+        pages_reach: pages that a new request could have: free ones, and cached ones that nobody reads.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -117,7 +81,10 @@ class Gauges:
     slots: int = 0
     pages: int = 0
     pages_free: int = 0
+    pages_live: int = 0
     pages_cached: int = 0
+    pages_quarantined: int = 0
+    pages_reach: int = 0
     unconfirmed: int = 0
     paused: bool = False
 
@@ -145,10 +112,19 @@ class SchedulerMetrics:
         self._metrics = metrics
         self._following = tuple(
             metrics.counter(m)
-            for m in (PREFILL_TOKENS, GENERATED_TOKENS, CACHE_QUERY_TOKENS, CACHE_HIT_TOKENS, RETRACTIONS)
-        )
+            for m in (
+                PREFILL_TOKENS, GENERATED_TOKENS, CACHE_QUERY_TOKENS, CACHE_HIT_TOKENS, RETRACTIONS, KV_EVICTED,
+                BAD_ROWS,
+            )
+        )  # fmt: skip
         self._followed = (0,) * len(self._following)
-        self._steps = metrics.counter(STEPS)
+        steps = metrics.counter(STEPS)
+        paths: tuple[StepPath, ...] = ("eager", "decode_graph", "mixed_graph")
+        self._steps = {path: steps.labels(path) for path in paths}
+        self._step_tokens = metrics.histogram(STEP_TOKENS)
+        self._last_step = metrics.gauge(LAST_STEP)
+        self._idle = metrics.counter(IDLE_SECONDS)
+        self._idle_s = 0.0
         self._step_seconds = metrics.histogram(STEP_SECONDS)
         self._step_rows = metrics.histogram(STEP_ROWS)
         part_seconds = metrics.histogram(STEP_PART_SECONDS)
@@ -160,19 +136,29 @@ class SchedulerMetrics:
         self._takeovers = metrics.counter(TAKEOVERS)
         self._dead_letters = metrics.counter(DEAD_LETTERS)
         self._log_restarts = metrics.counter(LOG_RESTARTS)
-        self._stream_length = metrics.gauge(STREAM_LENGTH).labels(STREAM)
-        self._stream_lag = metrics.gauge(STREAM_LAG).labels(STREAM)
-        self._stream_age = metrics.gauge(STREAM_OLDEST_AGE).labels(STREAM)
+        self._stream = StreamGauges(metrics, STREAM)
+        deliveries = metrics.counter(DELIVERIES)
+        self._first, self._again = deliveries.labels(STREAM, "first"), deliveries.labels(STREAM, "again")
+        stages = metrics.histogram(STAGE_SECONDS)
+        self._stages = {stage: stages.labels(stage) for stage in ("admit", "prefill", "decode")}
         self._hop = metrics.histogram(HOP_SECONDS).labels(STREAM)
         self._queue_seconds = metrics.histogram(QUEUE_SECONDS)
         self._io_turn = metrics.histogram(IO_TURN_SECONDS)
         self._publish = metrics.histogram(PUBLISH_SECONDS)
-        for reason in ("stop", "length", "abort", "error", "moved"):
-            self._finished.labels(reason)
+        for counter, values in (
+            (self._finished, ("stop", "length", "abort", "error", "moved")),
+            (self._aborts, ("doorbell", "audit", "fence", "orphan")),
+            (self._takeovers, ("crash", "drain")),
+            (self._dead_letters, ("poison", "unreadable")),
+        ):
+            for value in values:
+                counter.labels(value)
 
-    def step(self, rows: int, times: StepTimes) -> None:
-        """Count one settled step: requests in it, and where its time went."""
-        self._steps.inc()
+    def step(self, rows: int, tokens: int, times: StepTimes, path: StepPath = "eager") -> None:
+        """Count one settled step: requests and tokens in it, where its time went, and how it ran."""
+        self._steps[path].inc()
+        self._last_step.set_to_current_time()
+        self._step_tokens.observe(tokens)
         self._step_rows.observe(rows)
         self._step_seconds.observe(times.host + times.launch + times.wait)
         self._parts["host"].observe(times.host)
@@ -188,6 +174,8 @@ class SchedulerMetrics:
             stats.cache_query_tokens,
             stats.cache_hit_tokens,
             stats.retractions,
+            stats.evicted_pages,
+            stats.bad_rows,
         )
         if now == self._followed:
             return
@@ -195,6 +183,16 @@ class SchedulerMetrics:
             if value > before:
                 counter.inc(value - before)
         self._followed = now
+
+    def idle(self, seconds: float) -> None:
+        """Note how long the loop has been without a step in all; it only grows."""
+        if seconds > self._idle_s:
+            self._idle.inc(seconds - self._idle_s)
+            self._idle_s = seconds
+
+    def stage(self, stage: Literal["admit", "prefill", "decode"], ns: int) -> None:
+        """Note how long a request was in a stage, in nanoseconds."""
+        self._stages[stage].observe(max(0, ns) / 1e9)
 
     def finished(self, reason: str) -> None:
         """Count a request this engine is done with."""
@@ -219,13 +217,12 @@ class SchedulerMetrics:
 
     def backlog(self, entries: int, waiting: int, oldest_s: float) -> None:
         """Note the length of the own stream, how many of it are not fenced, and the age of its oldest entry."""
-        self._stream_length.set(entries)
-        self._stream_lag.set(waiting)
-        self._stream_age.set(oldest_s)
+        self._stream.set(entries, waiting, entries - waiting, oldest_s)
 
-    def read(self, seconds: float) -> None:
-        """Note how long an entry was in the own stream before it was read."""
+    def read(self, seconds: float, *, again: bool = False) -> None:
+        """Note how long an entry was in the own stream before it was read, and whether another engine had it."""
         self._hop.observe(max(0.0, seconds))
+        (self._again if again else self._first).inc()
 
     def log_restart(self) -> None:
         """Count a request that starts again from its log."""
@@ -253,17 +250,28 @@ class SchedulerMetrics:
             (KV_PAGES_CAPACITY, lambda g: g.pages),
             (LINK_PAUSED, lambda g: float(g.paused)),
             (UNCONFIRMED, lambda g: g.unconfirmed),
+            (KV_USAGE, lambda g: max(0.0, 1 - g.pages_reach / g.pages) if g.pages else 0.0),
         )
         for metric, value in values:
             _ask(self._metrics.gauge(metric), read, value)
         pages = self._metrics.gauge(KV_PAGES)
         _ask(pages.labels("free"), read, lambda g: g.pages_free)
         _ask(pages.labels("cached"), read, lambda g: g.pages_cached)
-        _ask(pages.labels("live"), read, lambda g: g.pages - g.pages_free - g.pages_cached)
+        _ask(pages.labels("live"), read, lambda g: g.pages_live)
+        _ask(pages.labels("quarantined"), read, lambda g: g.pages_quarantined)
 
     def loaded(self, seconds: float) -> None:
         """Note how long the model took to load."""
         self._metrics.gauge(LOAD_SECONDS).set(seconds)
+
+    def describe(
+        self, limits: EngineLimits, *, model: str, engine: str, device: str, dtype: str, ranks: int, prefix_cache: str
+    ) -> None:
+        """Say what is served, how, and how the cache is cut."""
+        size = str(limits.max_seq_len)
+        info = self._metrics.gauge(MODEL_INFO)
+        info.labels(model, engine, device, dtype, str(ranks), limits.fingerprint, size).set(1)
+        self._metrics.gauge(CACHE_INFO).labels(str(limits.page_size), str(limits.num_pages), prefix_cache).set(1)
 
 
 def _ask(gauge: Gauge, read: Callable[[], Gauges], value: Callable[[Gauges], float]) -> None:

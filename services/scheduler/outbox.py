@@ -65,16 +65,21 @@ class Outbox:
         """Take the tokens of a step; what is said of requests that are no longer ours is left out."""
         ledger = self._ledger
         shards: dict[int, list[tuple[int, Held]]] = {}
-        finishes = output.finishes
+        finishes, starts, stamp_ns = output.finishes, output.starts, output.stamp_ns
         for place, uid in enumerate(output.uids):
             held = ledger.speaking(uid, output.attempts[place])
             if held is None:
                 continue
             index = output.firsts[place] - (output.tokens[place] < 0)
             ledger.draw(held, index)
+            if place in starts:
+                held.first_ns = stamp_ns
+                self._metrics.stage("prefill", stamp_ns - held.fenced_ns)
             if place in finishes:
                 ledger.finish(held)
                 self._metrics.finished(finishes[place])
+                if held.first_ns:
+                    self._metrics.stage("decode", stamp_ns - held.first_ns)
             found = shards.get(held.shard)
             if found is None:
                 shards[held.shard] = [(place, held)]

@@ -12,6 +12,7 @@ import msgspec
 
 from services.scheduler.broker_link import BrokerLink
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.page_pool import LIVE, QUARANTINED
 from services.scheduler.core.ports import Engine, EngineLimits, ShowsProgress
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
@@ -74,6 +75,15 @@ class SchedulerService:
         self._scheduler = Scheduler(limits, SchedulerConfig(self._settings.cache, budget), self._grammars)
         seconds = time.monotonic() - began
         self._metrics.loaded(seconds)
+        self._metrics.describe(
+            limits,
+            model=self._settings.served_model_name,
+            engine=self._settings.engine,
+            device=self._settings.device,
+            dtype=self._settings.dtype,
+            ranks=self._settings.tensor_parallel_size,
+            prefix_cache=self._settings.cache,
+        )
         log.info(
             "engine ready after %.1f s: %d pages of %d tokens, %d slots, %d tokens of context",
             seconds,
@@ -177,10 +187,11 @@ class SchedulerService:
         assert self._metrics is not None and self._scheduler is not None
         stats, metrics = loop.stats, self._metrics
         metrics.follow(self._scheduler.stats)
+        metrics.idle(stats.idle_s)
         if stats.steps == self._num_steps:
             return
         times = StepTimes(stats.python_s, stats.launch_s, stats.wait_s, stats.forward_s)
-        metrics.step(stats.rows, times.minus(self._times))
+        metrics.step(stats.rows, stats.tokens, times.minus(self._times), stats.path)
         self._num_steps, self._times = stats.steps, times
 
     # --- any thread
@@ -201,7 +212,10 @@ class SchedulerService:
             slots=limits.max_running,
             pages=limits.num_pages,
             pages_free=pages.pool.num_free,
-            pages_cached=pages.cache.num_evictable,
+            pages_live=pages.pool.count(LIVE),
+            pages_cached=pages.cache.num_pages,
+            pages_quarantined=pages.pool.count(QUARANTINED),
+            pages_reach=pages.pool.num_free + pages.cache.num_evictable,
             unconfirmed=self._link.num_unconfirmed,
             paused=self._link.paused,
         )

@@ -9,12 +9,13 @@ from typing import Final, Literal
 from shared.broker.streams import Backlog
 from shared.metrics import (
     DEAD_LETTERS,
+    DELIVERIES,
     HOP_SECONDS,
     SHORT_BUCKETS,
-    STREAM_LENGTH,
-    STREAM_OLDEST_AGE,
+    STAGE_SECONDS,
     Metric,
     Metrics,
+    StreamGauges,
 )
 
 Outcome = Literal["moved", "duplicate", "rejected", "ended", "dead"]
@@ -71,8 +72,12 @@ class TokenizerMetrics:
         self._no_engine = metrics.counter(NO_ENGINE)
         self._dead_letters = metrics.counter(DEAD_LETTERS)
         self._hop = metrics.histogram(HOP_SECONDS).labels(_STREAM)
-        self._length = metrics.gauge(STREAM_LENGTH).labels(_STREAM)
-        self._age = metrics.gauge(STREAM_OLDEST_AGE).labels(_STREAM)
+        self._place = metrics.histogram(STAGE_SECONDS).labels("place")
+        self._stream = StreamGauges(metrics, _STREAM)
+        deliveries = metrics.counter(DELIVERIES)
+        self._first, self._again = deliveries.labels(_STREAM, "first"), deliveries.labels(_STREAM, "again")
+        for reason in ("crash", "unreadable"):
+            self._dead_letters.labels(reason)
 
     def done(self, outcome: Outcome) -> None:
         """Count a request that this tokenizer is done with."""
@@ -81,6 +86,14 @@ class TokenizerMetrics:
     def waited(self, seconds: float) -> None:
         """Note how long a request was on its way from the api."""
         self._hop.observe(max(0.0, seconds))
+
+    def taken(self, num_requests: int, *, again: bool = False) -> None:
+        """Count requests taken from the queue, for the first time or after somebody else."""
+        (self._again if again else self._first).inc(num_requests)
+
+    def placed(self, seconds: float) -> None:
+        """Note how long an encoded request waited until an engine had it."""
+        self._place.observe(max(0.0, seconds))
 
     def encoded(self, num_requests: int, seconds: float) -> None:
         """Note one batch."""
@@ -95,6 +108,7 @@ class TokenizerMetrics:
     def claimed(self) -> None:
         """Count a request taken over."""
         self._claims.inc()
+        self.taken(1, again=True)
 
     def no_engine(self) -> None:
         """Count an engine that was gone when its request came."""
@@ -105,10 +119,9 @@ class TokenizerMetrics:
         self._dead_letters.labels(reason).inc()
         self.done("dead")
 
-    def backlog(self, backlog: Backlog) -> None:
-        """Note how full the queue is."""
-        self._length.set(backlog.length)
-        self._age.set(backlog.age_s)
+    def backlog(self, backlog: Backlog, num_pending: int) -> None:
+        """Note how full the queue is, and how many of its entries tokenizers have in hand."""
+        self._stream.set(backlog.length, backlog.length - num_pending, num_pending, backlog.age_s)
 
     def watch(self, held: Callable[[], int], aside: Callable[[], int]) -> None:
         """Have the gauges read at each scrape; both must be quick and safe on any thread."""

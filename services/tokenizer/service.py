@@ -15,7 +15,7 @@ from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.settings import TokenizerSettings
 from services.tokenizer.worker import Worker
 from shared.broker.backoff import Backoff
-from shared.broker.streams import backlog, forget_consumer
+from shared.broker.streams import backlog, forget_consumer, list_consumers
 from shared.errors import BrokerDown, BrokerError
 from shared.messages import Heartbeat
 from shared.model_files import locate
@@ -91,7 +91,9 @@ class TokenizerService:
                 claims.look(life.beat)
                 if time.monotonic() >= next_measure_s:
                     next_measure_s = time.monotonic() + _MEASURE_S
-                    metrics.backlog(life.broker.run(backlog(life.broker.keys.tokenize(model))))
+                    keys = life.broker.keys
+                    found, in_hand = life.broker.run_many([backlog(keys.tokenize(model)), list_consumers(keys, model)])
+                    metrics.backlog(found, sum(in_hand.values()))
                 backoff.reset()
                 self._went_well(life)
             except BrokerError as e:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from services.tokenizer.encode import HEAVY_CHARS, Encoded, PromptEncoder, weigh
@@ -41,6 +41,7 @@ class _Work:
     entry: QueueEntry
     answer: Encoded | ErrorBody
     letter: DeadLetter | None = None
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class Worker:
@@ -110,6 +111,7 @@ class Worker:
             block_ms = min(block_ms, 10)
         if len(self._held) < MAX_HELD:
             entries = self._broker.run(self._read(block_ms))
+            self._metrics.taken(len(entries))
             self.take_in(entries)
         self.bring_on()
 
@@ -128,6 +130,7 @@ class Worker:
             read_own(self._keys, self._model, self._consumer, count=self._batch, after=after)
         ):
             after = entries[-1].entry_id
+            self._metrics.taken(len(entries), again=True)
             self.take_in([e for e in entries if e.entry_id not in self._held and e.entry_id not in self._aside])
 
     def take_in(self, entries: Sequence[QueueEntry]) -> None:
@@ -272,6 +275,8 @@ class Worker:
                 again = True
                 continue
             del self._held[work.entry.entry_id]
+            if engine:
+                self._metrics.placed(time.monotonic() - work.since_s)
             if work.letter is None:
                 self._metrics.done("rejected" if outcome is None else "moved" if outcome == "OK" else "duplicate")
         return again

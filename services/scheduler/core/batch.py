@@ -5,6 +5,7 @@ decode row computes one token, a prefill row a chunk of its prompt. Decode rows 
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 MaskArray = npt.NDArray[np.int32]
 """(rows, mask_words(vocab_size)): bit i of word w says whether token 32 * w + i may be drawn."""
+
+StepPath = Literal["eager", "decode_graph", "mixed_graph"]
+"""How a step ran: layer by layer, or replayed from a CUDA graph of single tokens or of any."""
 
 NO_ROWS: IntArray = np.empty(0, np.int32)
 
@@ -138,6 +142,7 @@ class StepResult:
         logprobs: row -> of the drawn token, for requests that asked.
         forward_ms: device time of the step, as far as the engine can tell; waiting for masks is left out.
         scores: row -> of the tokens of its prompt, for every row of `Batch.scores`.
+        path: how it ran.
     """
 
     token_ids: IntArray
@@ -145,3 +150,4 @@ class StepResult:
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     forward_ms: float = 0.0
     scores: dict[int, PositionLogprobs] = field(default_factory=dict)
+    path: StepPath = "eager"

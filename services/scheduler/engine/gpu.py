@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.scheduler.core.batch import Batch, MaskArray, PositionLogprobs, StepResult
+from services.scheduler.core.batch import Batch, MaskArray, PositionLogprobs, StepPath, StepResult
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
 from services.scheduler.engine.gpu_forward import Forward
 from services.scheduler.engine.graph import StepGraphs
@@ -34,6 +34,7 @@ class GpuStep:
         rows: (num_drawn,) rows that draw.
         hidden: final states of those rows (and padding), then of the tokens that are scored.
         replayed: rows of the graph of single tokens that it was replayed from.
+        path: how its forward pass runs.
         tokens: (num_drawn,) int32, pinned; filled when `done` has passed.
         logprobs: on their way, likewise.
         marks: events around the forward pass, and `done`.
@@ -43,6 +44,7 @@ class GpuStep:
     rows: Places
     hidden: Tensor
     replayed: int | None
+    path: StepPath
     marks: list[Mark] = field(default_factory=list)
     tokens: Tensor | None = None
     logprobs: PendingLogprobs | None = None
@@ -167,7 +169,7 @@ class GpuEngine:
         self._sampler.describe(image, batch.slots[rows], batch.out_index[rows], padded)
         start = self._streams.mark()
         hidden, replayed = self._run.run(image, batch, rows)
-        return GpuStep(batch, rows, hidden, replayed, [start, self._streams.mark()])
+        return GpuStep(batch, rows, hidden, replayed, self._run.path, [start, self._streams.mark()])
 
     # --- the draw
 
@@ -214,7 +216,7 @@ class GpuEngine:
         logprobs = {}
         if step.logprobs is not None:
             logprobs = {int(rows[i]): found for i, found in step.logprobs.read().items() if drawn[i] >= 0}
-        return StepResult(token_ids, bad, logprobs, forward_ms, self._scores(step, bad))
+        return StepResult(token_ids, bad, logprobs, forward_ms, self._scores(step, bad), step.path)
 
     def _scores(self, step: GpuStep, bad: npt.NDArray[np.bool_]) -> dict[int, PositionLogprobs]:
         scores, first = {}, len(step.rows)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.scheduler.core.batch import Batch
+from services.scheduler.core.batch import Batch, StepPath
 from services.scheduler.core.ports import EngineLimits
 from services.scheduler.engine.attention.triton import DecodeRows, PrefillRows, TritonAttention
 from services.scheduler.engine.context import ForwardContext
@@ -38,6 +38,7 @@ class Forward:
         block: what steps are written to.
         decode_graphs: by number of rows.
         mixed_graphs: by number of tokens.
+        path: how the step launched last runs.
     """
 
     def __init__(self, model: LlamaModel, cache: KVCache, limits: EngineLimits, multiprocessors: int) -> None:
@@ -63,6 +64,7 @@ class Forward:
         self._side = new_stream(device) if device.type == "cuda" else None
         self.decode_graphs = StepGraphs("decode", self._decode_states)
         self.mixed_graphs = StepGraphs("mixed", self._mixed_states)
+        self.path: StepPath = "eager"
 
     def capture(self, decode_sizes: list[int], *, mixed: bool, show: bool = True) -> None:
         """Capture graphs on the current stream.
@@ -94,12 +96,14 @@ class Forward:
         if padded is not None:
             self._put_decode(image, batch, padded)
             image.send(whole=False)
+            self.path = "decode_graph"
             return self.decode_graphs.replay(padded), padded
         num_decode = batch.num_rows if single else int((batch.lengths != 1).argmax())
         num_chunks, num_tokens = batch.num_rows - num_decode, len(batch.input_ids)
         tokens = None if batch.scores or num_chunks > MAX_CHUNKS else self.mixed_graphs.size_for(num_tokens)
         tiles, num_wanted = self._put_mixed(image, batch, rows, num_decode, tokens)
         image.send(whole=True)
+        self.path = "eager" if tokens is None else "mixed_graph"
         if tokens is not None:
             return self.mixed_graphs.replay(tokens), None
         input_ids = self.block.lay_out("token_", num_tokens)
