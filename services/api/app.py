@@ -59,9 +59,9 @@ def create_app(service: ApiService) -> ASGIApp:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return error_response(error)
     service: ApiService = request.app.state.service
     service.metrics.error(to_body(error))
+    return error_response(error)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -53,7 +53,7 @@ class Gate:
                 if not valid:
                     raise InvalidRequest("X-Request-Id: up to 128 of A-Z a-z 0-9 . _ : @ / + = -", param="X-Request-Id")
                 tenant = self._admit(scope["path"], headers)
-                state.update(request_id=request_id, tenant=tenant, began=began)
+                scope.setdefault("state", {}).update(request_id=request_id, tenant=tenant, began=began)
                 await self._app(scope, receive, answer.send)
             except ClientDisconnect:
                 pass
@@ -84,6 +84,7 @@ class Gate:
             log.exception("a request failed")
         if answer.status:
             raise error
+        self._service.metrics.error(to_body(error))
         await error_response(error)(scope, receive, answer.send)
 
     def _book(self, scope: Scope, answer: "_Answer", began: float) -> None:
@@ -96,7 +97,6 @@ class Gate:
 
 class _Answer:
     """Passes an answer on: adds the request id to its head, and remembers how far it came."""
-        self._service.metrics.error(to_body(error))
 
     def __init__(self, send: Send) -> None:
         self._send = send

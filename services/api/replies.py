@@ -143,6 +143,7 @@ class Replies:
                 rings = await self._broker.run(read_inbox(keys, self._replica, after=position))
                 if rings.position != position:  # also when all that was read is none of ours
                     position = rings.position
+                    self._metrics.inbox_hop.observe(max(0.0, time.time() - int(position.partition(b"-")[0]) / 1000))
                 elif position != FIRST:
                     await self._broker.run(trim_inbox(keys, self._replica, position))
                     position = FIRST
@@ -170,7 +171,6 @@ class Replies:
             return
         if choice.ended is not None:
             return
-                    self._metrics.inbox_hop.observe(max(0.0, time.time() - int(position.partition(b"-")[0]) / 1000))
         if choice.reading:
             choice.again = True
         elif choice.exchange.full:

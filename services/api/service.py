@@ -132,6 +132,7 @@ class ApiService:
         Raises:
             RateLimited: with the measured wait. Unavailable, BrokerError: as `Replies.open`.
         """
+        began = time.monotonic()
         try:
             await self.replies.open(exchange, self.admission.capacity(exchange.job.model))
         except RateLimited as e:
@@ -141,29 +142,21 @@ class ApiService:
             raise full from e
         except (Unavailable, BrokerError) as e:
             self.metrics.refused.labels("broker").inc()
+            exchange.fail(to_body(e))
             raise
+        self.metrics.open.observe(time.monotonic() - began)
 
     def note_tokens(self, exchange: Exchange, count: int, stamp_ns: int) -> None:
         """Measure tokens that are about to be written."""
         if not count:
-        exchange.job.claim = claim = make_claim(exchange.job)
-        if claim is not None:
-            self.limits.enter(claim)
-        began = time.monotonic()
             return
         now = time.monotonic()
-        except KeyLimited as e:
-            self.metrics.refused.labels("key_limits").inc()
-            exchange.fail(to_body(e))
-            raise
         last, exchange.last_token_at = exchange.last_token_at, now
         waits = self.fleet.waits
         waits.num_said += count
         if last:
             self.metrics.itl.observe(now - last)
-            exchange.fail(to_body(e))
             waits.next(now - last)
-        self.metrics.open.observe(time.monotonic() - began)
         else:
             exchange.first_token_at = now
             self.metrics.ttft.labels(exchange.job.model).observe(now - exchange.opened_at)
@@ -182,6 +175,8 @@ class ApiService:
         self.metrics.streams_open.dec()
         for choice in exchange.choices:
             self.metrics.finish(_reason(choice.ended.finish if choice.ended else None, error))
+            if choice.said:
+                self.metrics.answer_tokens.observe(choice.said)
         prompt, _, completion = count_usage(exchange)
         self.metrics.prompt_tokens.inc(prompt)
         self.metrics.generation_tokens.inc(completion)
@@ -198,8 +193,6 @@ class ApiService:
         """Say when a background task dies, and serve nobody new: nothing else would tell, until a client hangs."""
         try:
             await work
-            if choice.said:
-                self.metrics.answer_tokens.observe(choice.said)
         except Exception:
             log.critical("the task %s died", name, exc_info=True)
             self.readiness.missing(f"{name} task")

@@ -50,20 +50,11 @@ class GenerationResponse(Response):
             service.metrics.refused.labels("queue_full").inc()
             raise
         job.name_choices()
-        await self._answer(Exchange(job, service.settings.max_unsent_bytes), scope, receive, send)
-
-    async def _open(self, exchange: Exchange, scope: Scope) -> None:
-        """Queue the request."""
-        service = self._service
-        service.metrics.intake.observe(exchange.opened_at - scope["state"]["began"])
-        await service.open(exchange)
-        tell_limits(scope, exchange)
-
-    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
+        exchange = Exchange(job, service.settings.max_unsent_bytes)
         watcher = asyncio.create_task(_watch(receive, exchange))
         alarm = _set_alarm(exchange)
         service.enter(exchange)
+        service.metrics.intake.observe(exchange.opened_at - scope["state"]["began"])
         try:
             await service.open(exchange)
             # In a task of its own, because waking one walks all its frames, and the framework's below us are many.
@@ -98,8 +89,8 @@ class GenerationResponse(Response):
             error = exchange.first_error()
             ended = error is not None or (exchange.num_open == 0 and not exchange.pending and not exchange.lagging)
             if error is not None:
-                out += form.error(error)
                 self._service.metrics.error(error)
+                out += form.error(error)
             elif ended:
                 out += form.end()
             if out:
@@ -168,6 +159,7 @@ class GenerationResponse(Response):
         """Answer with an error alone: nothing was written yet."""
         self._service.metrics.error(error)
         await error_response(EndedWithError(error))(scope, receive, send)
+
 
 def ending(delta: Delta) -> Delta | None:
     """Give the delta itself if it ends its choice well."""
