@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from services.api.error_body import error_response, to_body
 from services.api.gate import Gate
+from services.api.limits import LIMIT_PARTS
 from services.api.routes import generation, health, models, page, pipeline
 from services.api.schema import ChatRequest, CompletionRequest, GenerateRequest
 from services.api.service import ApiService
@@ -22,7 +23,7 @@ from shared.errors import InvalidRequest, MillraceError
 from shared.version import VERSION
 
 _CORS_MAX_AGE_S: Final = 600
-_EXPOSED: Final = ("X-Request-Id", "Retry-After")
+_EXPOSED: Final = ("X-Request-Id", "Retry-After", *(f"X-RateLimit-{part}" for part in LIMIT_PARTS))
 
 
 def create_app(service: ApiService) -> ASGIApp:

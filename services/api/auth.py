@@ -1,15 +1,35 @@
-"""API keys: who may call, and under which tenant's name.
+"""API keys: who may call, under which tenant's name, and within which limits.
 
-Keys are kept as SHA-256 digests and compared in constant time. Knows the header, not the routes.
+Keys are kept as SHA-256 digests and compared in constant time. A file of keys is looked at again and again, and
+what is in it counts at once; one that cannot be used changes nothing. Knows the header, not the routes.
+
+An entry, in the setting or on a line of the file, is `key` or `name=key`, with limits behind it where they differ
+from the settings': `team=sk-1 concurrency=8 requests=600 tokens=100000`. Several keys may have one name: they are
+one tenant and share its limits.
 """
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
 
 from services.api.settings import ApiSettings
+from shared.broker.limits import Limits
 from shared.errors import ConfigError, NotAuthorized
+
+log = logging.getLogger(__name__)
+
+RELOAD_S: Final = 1.0
+"""How often the file of keys is looked at."""
+_NAME: Final = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
+_LIMIT: Final = re.compile(r"(concurrency|requests|tokens)=([0-9]{1,12})")
+
+_Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +38,7 @@ class Tenant:
 
     name: str
     key_hash: str
+    limits: Limits = field(default_factory=Limits)
 
 
 ANYBODY = Tenant("", "")
@@ -25,20 +46,22 @@ ANYBODY = Tenant("", "")
 
 
 class KeyRing:
-    """The keys of this api. Empty: everybody may call."""
+    """The keys of this api. Empty: everybody may call.
 
-    def __init__(self, entries: Iterable[str]) -> None:
+    Args:
+        entries: as the module's docstring says.
+        defaults: limits of the keys that name none.
+
+    Raises:
+        ConfigError: an entry is malformed; says which, and not what it holds.
+    """
+
+    def __init__(self, entries: Iterable[str], defaults: Limits = Limits()) -> None:  # noqa: B008  # frozen
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, entry in enumerate(entries, 1):
-            name, found, key = entry.partition("=")
-            if not found:
-                name, key = f"key{number}", entry
-            if not key.strip("="):  # also the padding of a key in base64, which nobody meant to be the key
-                raise ConfigError(
-                    f"MILLRACE_API_KEYS: entry {number} has no key behind its name; one that ends in = needs a name"
-                )
+            name, key, limits = _read_entry(number, entry, defaults)
             digest = hashlib.sha256(key.encode()).digest()
-            self._tenants.append((digest, Tenant(name, digest.hex()[:16])))
+            self._tenants.append((digest, Tenant(name, digest.hex()[:16], limits)))
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -64,20 +87,99 @@ class KeyRing:
         return found
 
 
-def read_keys(settings: ApiSettings) -> KeyRing:
-    """Collect the keys of the settings and of the key file.
+class KeyStore:
+    """The keys of the settings and of their file, as the file is now. Used by one event loop.
 
     Raises:
-        ConfigError: the file cannot be read, or an entry has no key.
+        ConfigError: at the start the file cannot be used, or an entry is malformed.
     """
-    entries = [key.get_secret_value() for key in settings.api_keys]
-    if settings.api_keys_file is not None:
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
+        self._path = settings.api_keys_file
+        self._stamp: _Stamp | None = None
+        self._ring = KeyRing([])
+        self._load()
+
+    def tenant(self, authorization: bytes | None) -> Tenant:
+        """Find whose key an Authorization header carries. Raises as `KeyRing.tenant`."""
+        return self._ring.tenant(authorization)
+
+    def reload(self) -> bool | None:
+        """Take in the file if it has changed. True: it was; False: it cannot be used; None: nothing changed.
+
+        A file that changed while it was read is read again the next time.
+        """
+        if self._path is None or _stamp_of(self._path) == self._stamp:
+            return None
         try:
-            lines = settings.api_keys_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"MILLRACE_API_KEYS_FILE: cannot be read: {e}") from e
-        entries += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    return KeyRing(entries)
+            self._load()
+        except ConfigError as e:
+            log.error("the API keys stay as they are: %s", e)
+            return False
+        log.info("the API keys were read again")
+        return True
+
+    async def watch(self, tell: Callable[[bool], None]) -> None:
+        """Reload for ever, and tell how each change went. Files are read aside: they may lie on a network."""
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            outcome = await asyncio.to_thread(self.reload)
+            if outcome is not None:
+                tell(outcome)
+
+    def _load(self) -> None:
+        settings = self._settings
+        entries = [key.get_secret_value() for key in settings.api_keys]
+        defaults = Limits(settings.key_concurrency, settings.key_requests_per_minute, settings.key_tokens_per_minute)
+        stamp = None
+        if self._path is not None:
+            stamp = self._stamp = _stamp_of(self._path)
+            entries += _read_file(self._path)
+        self._ring = KeyRing(entries, defaults)
+        if self._path is not None and _stamp_of(self._path) != stamp:
+            self._stamp = None
+
+
+def _read_entry(number: int, entry: str, defaults: Limits) -> tuple[str, str, Limits]:
+    """Take an entry apart: name, key, limits."""
+    first, *rest = entry.split()
+    name, found, key = first.partition("=")
+    if not found:
+        name, key = f"key{number}", first
+    where = f"API keys, entry {number}"
+    if not key.strip("="):  # also the padding of a key in base64, which nobody meant to be the key
+        raise ConfigError(f"{where}: no key behind its name; one that ends in = needs a name")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: a name has up to 64 of A-Z a-z 0-9 . _ : @ -")
+    limits = defaults
+    for word in rest:
+        match = _LIMIT.fullmatch(word)
+        if match is None:
+            raise ConfigError(f"{where}: behind a key only concurrency=N, requests=N and tokens=N may stand")
+        limits = replace(limits, **{match[1]: int(match[2])})
+    return name, key, limits
+
+
+def _read_file(path: Path) -> list[str]:
+    """Read the entries of a file, one per line; blank lines and those that begin with # are left out."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"MILLRACE_API_KEYS_FILE: cannot be read: {e}") from e
+    entries = [line for line in lines if line and not line.startswith("#")]
+    if not entries:  # it would open the api to everybody
+        raise ConfigError("MILLRACE_API_KEYS_FILE: holds no key")
+    return entries
+
+
+def _stamp_of(path: Path) -> _Stamp | None:
+    """Tell one state of a file from another, through symbolic links: a mounted secret is changed by a new link."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def same_key(expected: str, authorization: bytes | None) -> bool:

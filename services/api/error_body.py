@@ -11,6 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from services.api.limits import KeyLimited
 from shared.errors import (
     BrokerError,
     InvalidRequest,
@@ -81,6 +82,8 @@ def error_headers(error: BaseException) -> dict[str, str]:
     """Give the headers that belong to an error: when to come back, which methods, how to authenticate."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException) and error.headers:
+        headers.update(error.headers)
+    if isinstance(error, KeyLimited):
         headers.update(error.headers)
     body = to_body(error)
     if body.status in RETRYABLE:

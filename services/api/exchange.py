@@ -119,6 +119,7 @@ class Exchange:
         lagging: some choice is behind: its log holds what the slow client has not been told.
         silent_since: monotonic seconds since nothing was written; the sweep asks for a comment by it.
         sending_since: monotonic seconds when the write that is under way began; 0 between writes.
+        levels: what is left of the API key's limits, where it has any.
         follows: nobody rings for it: it reads a stream that was opened elsewhere, or by a client that left.
         announced: its client knows the stream's id, and so can come back to it.
         levels: what is left of the API key's limits, where it has any.

@@ -44,6 +44,8 @@ class Gate:
         began = time.monotonic()
         answer = _Answer(send)
         headers = dict(scope["headers"])
+        state = scope.setdefault("state", {})
+        state["headers"] = answer.headers
         given = headers.get(b"x-request-id")
         valid = given is None or _REQUEST_ID.match(given) is not None
         request_id = given.decode() if given and valid else f"req-{secrets.token_hex(12)}"
@@ -52,14 +54,24 @@ class Gate:
             try:
                 if not valid:
                     raise InvalidRequest("X-Request-Id: up to 128 of A-Z a-z 0-9 . _ : @ / + = -", param="X-Request-Id")
+                self._check_spelling(scope)
                 tenant = self._admit(scope["path"], headers)
-                scope.setdefault("state", {}).update(request_id=request_id, tenant=tenant, began=began)
+                state.update(request_id=request_id, tenant=tenant, began=began)
                 await self._app(scope, receive, answer.send)
             except ClientDisconnect:
                 pass
             except Exception as e:
                 await self._fail(e, answer, scope, receive)
             self._book(scope, answer, began)
+
+    def _check_spelling(self, scope: Scope) -> None:
+        """Refuse two keys in one request: whoever reads another one than we do would let a stranger in.
+
+        Raises:
+            NotAuthorized: two Authorization headers.
+        """
+        if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
+            raise NotAuthorized("more than one Authorization header", code="ambiguous_authorization")
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> Tenant:
         """Check the key; paths are compared as they are routed, so no spelling goes round it.
@@ -101,6 +113,7 @@ class _Answer:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.request_id = b""
+        self.headers: list[tuple[bytes, bytes]] = []
         self.status = 0
         self.complete = False
 
@@ -108,7 +121,7 @@ class _Answer:
         """Send a message of the app."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id)]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id), *self.headers]
         await self._send(message)
         if not message.get("more_body", True) or (
             message["type"] == "http.response.body" and "more_body" not in message

@@ -13,6 +13,7 @@ from typing import Final
 
 from services.api.exchange import Choice, Exchange
 from services.api.janitor import Janitor
+from services.api.limits import refuse
 from services.api.metrics import ApiMetrics
 from services.api.repair import Repair
 from services.api.requests import make_choices, make_request
@@ -69,15 +70,15 @@ class Replies:
             cap: entries the tokenize queue may hold.
 
         Raises:
-            RateLimited: the queue is full.
+            RateLimited: the queue is full. KeyLimited: the API key is over a limit.
             Unavailable: the broker has no room.
             BrokerError: the broker is away.
         """
         for choice in exchange.choices:
             self.choices[choice.uid] = choice
         self.exchanges.add(exchange)
-        request = make_request(exchange.job, exchange.choices)
-        call = open_request(self._broker.keys, request, make_choices(exchange, self._replica), cap=cap)
+        request, claim = make_request(exchange.job, exchange.choices), exchange.job.claim
+        call = open_request(self._broker.keys, request, make_choices(exchange, self._replica), cap=cap, claim=claim)
         backoff = Backoff()
         for attempt in range(1, _OPEN_TRIES + 1):
             try:
@@ -99,6 +100,10 @@ class Replies:
                 choice.opened = True
                 self._repair.start(choice)
             return
+        if opened.outcome == "LIMITED":
+            assert exchange.job.claim is not None, "only a claim is judged"
+            raise refuse(exchange.job.claim, opened)
+        exchange.levels = opened.levels
         for choice, log_id in zip(exchange.choices, opened.log_ids, strict=True):
             choice.opened = True
             choice.entry = opened.entry

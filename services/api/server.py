@@ -33,12 +33,19 @@ class Connection(HttpToolsProtocol):
     """A connection whose head is bounded, whose broken requests get JSON, and which can be dropped."""
 
     max_header_bytes = 64 << 10
+    header_timeout = 30.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin with a head."""
+        """Begin with a head; a connection on which nothing comes is closed like an idle one."""
         super().connection_made(transport)
         self._in_head = True
         self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.timeout_keep_alive, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._stop_head_timer()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in, as long as the head they belong to is within its bound."""
@@ -53,15 +60,27 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(self.header_timeout, self._head_is_late)
         self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         """Begin the request, unless its head is too large."""
         self._in_head = False
+        self._stop_head_timer()
         size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
         if size > self.max_header_bytes:
             raise ValueError("the head is too large")
         super().on_headers_complete()
+
+    def _head_is_late(self) -> None:
+        if not self.transport.is_closing():
+            self.send_400_response(f"the request's head did not come within {self.header_timeout:g} seconds")
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, and close."""
@@ -115,7 +134,8 @@ def listen(settings: ApiSettings) -> socket.socket:
 
 def make_config(settings: ApiSettings, app: Any) -> uvicorn.Config:
     """Set uvicorn up: fast parser and loop, no access log of its own, keep-alive above any proxy's."""
-    protocol = type("BoundConnection", (Connection,), {"max_header_bytes": settings.max_header_bytes})
+    bounds = {"max_header_bytes": settings.max_header_bytes, "header_timeout": settings.header_timeout}
+    protocol = type("BoundConnection", (Connection,), bounds)
     return uvicorn.Config(
         app,
         http=protocol,

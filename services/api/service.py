@@ -12,12 +12,13 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from services.api.admission import Admission, opened_in_vain, service_away
-from services.api.auth import read_keys
+from services.api.auth import KeyStore
 from services.api.error_body import to_body
 from services.api.exchange import Exchange, count_usage
 from services.api.fleet import NAMES, WORKERS, Fleet
 from services.api.hops import Hops
 from services.api.janitor import Janitor
+from services.api.limits import KeyLimited, LimitKeeper, make_claim
 from services.api.metrics import ApiMetrics
 from services.api.repair import SWEEP_S, Repair
 from services.api.replies import CLIENT_GONE, Replies
@@ -51,7 +52,7 @@ class ApiService:
         self.incarnation = new_incarnation(settings.instance_name("api"))
         common = Metrics("api", settings.instance_name("api"), settings.served_model_name, VERSION)
         self.metrics = ApiMetrics(common)
-        self.keys = read_keys(settings)
+        self.keys = KeyStore(settings)
         self.readiness = Readiness()
         self.broker = AsyncBroker(settings, name=self.incarnation)
         self.fleet = Fleet(
@@ -66,6 +67,7 @@ class ApiService:
         )  # fmt: skip
         self.replies = Replies(self.broker, self.incarnation, self.janitor, self.repair, self.metrics)
         self.admission = Admission(settings, self.fleet)
+        self.limits = LimitKeeper(self.broker)
         self._ready = common.gauge(READY)
         self._draining = common.gauge(DRAINING)
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,6 +81,8 @@ class ApiService:
             ("inbox", self.replies.run()),
             ("janitor", self.janitor.run()),
             ("sweep", self._sweep_forever()),
+            ("limits", self.limits.run()),
+            ("keys", self.keys.watch(self.metrics.keys_read)),
             ("loop-probe", self._probe_loop()),
         ):
             self._tasks.append(asyncio.create_task(self._guard(name, work), name=name))
@@ -94,6 +98,7 @@ class ApiService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
+            await asyncio.wait_for(self.limits.work(), _SETTLE_S)
             await asyncio.wait_for(self.fleet.leave(), _SETTLE_S)
         except (BrokerError, TimeoutError):
             log.warning("the registry was not left; the lease tells")
@@ -130,11 +135,18 @@ class ApiService:
         """Queue a request.
 
         Raises:
-            RateLimited: with the measured wait. Unavailable, BrokerError: as `Replies.open`.
+            RateLimited: with the measured wait. KeyLimited, Unavailable, BrokerError: as `Replies.open`.
         """
+        exchange.job.claim = claim = make_claim(exchange.job)
+        if claim is not None:
+            self.limits.enter(claim)
         began = time.monotonic()
         try:
             await self.replies.open(exchange, self.admission.capacity(exchange.job.model))
+        except KeyLimited as e:
+            self.metrics.refused.labels("key_limits").inc()
+            exchange.fail(to_body(e))
+            raise
         except RateLimited as e:
             self.metrics.refused.labels("queue_full").inc()
             full = self.admission.full(e.message, len(exchange.choices))
@@ -168,6 +180,7 @@ class ApiService:
         """Leave nothing of a request behind, and write it into the books."""
         error = exchange.first_error()
         self.replies.close(exchange, error or CLIENT_GONE)
+        self.limits.leave(exchange)
         finished = sum(choice.ended is not None for choice in exchange.choices)
         self.admission.leave(exchange.job, finished)
         self.fleet.num_open = self.admission.num_choices

@@ -28,7 +28,11 @@ class ApiSettings(ServiceSettings):
         api_workers: processes that share the port; each is a replica of its own.
         api_reuse_port: listen beside other processes on the same port; set by the parent of workers.
         api_keys: `key` or `name=key`, with commas between; empty serves without keys.
-        api_keys_file: the same, one per line; lines that begin with # are comments.
+        api_keys_file: the same, one per line; lines that begin with # are comments. Behind a key may stand limits of
+            its own: `name=key concurrency=8 requests=600 tokens=100000`. It is read again whenever it changes.
+        key_concurrency: requests that one key may have under way at once; 0 is no limit, here and below.
+        key_requests_per_minute: requests that one key may start per minute.
+        key_tokens_per_minute: tokens, of prompts and answers, that one key may use per minute.
         metrics_key: when set, /metrics wants it as a bearer token.
         disable_page: answer 404 for the page at `/`; /v1/pipeline, which it shows, stays.
         cors_origins: origins that browsers may call from; empty answers no preflight.
@@ -41,6 +45,7 @@ class ApiSettings(ServiceSettings):
         max_choices: prompts times n of one request.
         max_unsent_bytes: text held for a client that reads slowly; beyond it the reply log is the buffer.
         slow_client_timeout: seconds a client may take no byte before its stream is cut.
+        header_timeout: seconds a client may take to send the head of a request, once it has begun.
         body_timeout: seconds a client may take to send its body.
         keep_alive: seconds an idle HTTP connection is kept.
         sse_comment_interval: seconds of silence after which a stream gets a comment line.
@@ -57,6 +62,9 @@ class ApiSettings(ServiceSettings):
     api_reuse_port: bool = False
     api_keys: KeyList = ()
     api_keys_file: Path | None = None
+    key_concurrency: int = Field(default=0, ge=0)
+    key_requests_per_minute: int = Field(default=0, ge=0)
+    key_tokens_per_minute: int = Field(default=0, ge=0)
     metrics_key: SecretStr | None = None
     disable_page: bool = False
     cors_origins: CommaList = ()
@@ -69,6 +77,7 @@ class ApiSettings(ServiceSettings):
     max_choices: int = Field(default=2048, ge=1, le=2048)
     max_unsent_bytes: int = Field(default=1 << 20, ge=4096)
     slow_client_timeout: float = Field(default=120.0, gt=0)
+    header_timeout: float = Field(default=30.0, gt=0)
     body_timeout: float = Field(default=60.0, gt=0)
     keep_alive: int = Field(default=90, ge=1, le=3600)
     sse_comment_interval: float = Field(default=15.0, gt=0, le=300)

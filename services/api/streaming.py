@@ -18,6 +18,7 @@ from services.api.error_body import EndedWithError, error_response, to_body
 from services.api.exchange import Choice, Exchange
 from services.api.formats import COMMENT, Format, make_format
 from services.api.job import Job
+from services.api.limits import tell_limits
 from services.api.service import ApiService
 from shared.errors import DeadlineExceeded, RateLimited
 from shared.messages import Delta, ErrorBody, LogprobEntry
@@ -57,6 +58,7 @@ class GenerationResponse(Response):
         service.metrics.intake.observe(exchange.opened_at - scope["state"]["began"])
         try:
             await service.open(exchange)
+            tell_limits(scope, exchange)
             # In a task of its own, because waking one walks all its frames, and the framework's below us are many.
             answer = (self._stream if job.stream else self._collect)(exchange, scope, receive, send)
             exchange.task = asyncio.create_task(answer)

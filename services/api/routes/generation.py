@@ -35,6 +35,7 @@ async def _respond(request: Request, make: Callable[[bytes, ApiService], Job]) -
     state = request.scope.get("state", {})
     tenant = state.get("tenant", ANYBODY)
     job.request_id, job.tenant, job.key_hash = state.get("request_id", ""), tenant.name, tenant.key_hash
+    job.limits = tenant.limits
     return GenerationResponse(service, job)
 
 

@@ -1,0 +1,182 @@
+"""What the limits of API keys mean to this replica: what a request claims, how it is told, and what is given back.
+
+Owns the claims of the requests under way: it holds their places in the broker while they run, and settles them when
+they are over, at leisure: no client waits for that, and what is missed frees itself. The counting is the broker's
+(`shared/broker/limits.py`), so that all replicas share it.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from typing import Any, Final
+
+from starlette.types import Scope
+
+from services.api.exchange import Exchange, count_usage
+from services.api.job import Job
+from shared.broker.backoff import Backoff
+from shared.broker.call import Call
+from shared.broker.connection import AsyncBroker
+from shared.broker.limits import Claim, Levels, Limits, hold, settle, until
+from shared.broker.streams import Opened
+from shared.errors import BrokerDown, BrokerError, RateLimited
+from shared.keys import SLOT_TTL_MS
+
+log = logging.getLogger(__name__)
+
+ANSWER_GUESS: Final = 256
+"""Tokens reserved for an answer without a limit of its own; what it really takes is charged when it is over."""
+BYTES_PER_TOKEN: Final = 4
+LIMIT_PARTS: Final = tuple(f"{what}-{of}" for of in ("Requests", "Tokens") for what in ("Limit", "Remaining", "Reset"))
+"""What is told of a key's limits, each in a header `x-ratelimit-...`."""
+_HOLD_S: Final = SLOT_TTL_MS / 3000
+_HOLD_CAP: Final = 2_000
+_BATCH: Final = 256
+_CAP: Final = 100_000
+"""Settlements kept while the broker is away; what is beyond them frees itself."""
+
+
+class KeyLimited(RateLimited):
+    """A key is over one of its limits.
+
+    Attributes:
+        headers: what is left of each limit, as OpenAI tells it.
+    """
+
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float, headers: dict[str, str]) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.headers = headers
+
+
+def make_claim(job: Job) -> Claim | None:
+    """Say what a job takes of its key's limits; None where the key has none. Call it once its uids are made."""
+    if not job.limits:
+        return None
+    answer = ANSWER_GUESS if job.params.max_tokens is None else job.params.max_tokens
+    tokens = math.ceil(job.cost_bytes / BYTES_PER_TOKEN) + answer * job.num_choices
+    return Claim(job.tenant, job.uids[0], job.limits, tokens if job.kind in _GENERATING else 0)
+
+
+_GENERATING: Final = ("chat", "completion", "generate")
+
+
+def refuse(claim: Claim, opened: Opened) -> KeyLimited:
+    """Make the refusal of a key that is over a limit."""
+    assert opened.levels is not None, "the broker says where the key stands"
+    limits, levels = claim.limits, opened.levels
+    if opened.limited == "concurrency":
+        wait, what = 1.0, f"{limits.concurrency} requests at a time"
+    elif opened.limited == "requests":
+        wait, what = until(limits.requests, levels.requests, 1), f"{limits.requests} requests per minute"
+    else:
+        wait, what = until(limits.tokens, levels.tokens, claim.tokens), f"{limits.tokens} tokens per minute"
+    return KeyLimited(
+        f"this API key may use {what}; try again in {_duration(wait)}",
+        retry_after_s=wait,
+        headers=limit_headers(limits, levels),
+    )
+
+
+def limit_headers(limits: Limits, levels: Levels) -> dict[str, str]:
+    """Tell what is left of a key's limits, under the names of OpenAI's headers."""
+    headers: dict[str, str] = {}
+    for name, limit, level in (
+        ("requests", limits.requests, levels.requests),
+        ("tokens", limits.tokens, levels.tokens),
+    ):
+        if limit:
+            headers[f"x-ratelimit-limit-{name}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(level)))
+            headers[f"x-ratelimit-reset-{name}"] = _duration(until(limit, level, limit))
+    return headers
+
+
+def tell_limits(scope: Scope, exchange: Exchange) -> None:
+    """Put what is left of the key's limits into the head of the answer, which the gate completes."""
+    if exchange.levels is not None:
+        headers = limit_headers(exchange.job.limits, exchange.levels)
+        scope["state"]["headers"] += [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def _duration(seconds: float) -> str:
+    """Write a time as OpenAI's headers do: 120ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)
+    return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
+
+
+class LimitKeeper:
+    """The claims of this replica's requests. `run` does the talking; everything else only notes it."""
+
+    def __init__(self, broker: AsyncBroker) -> None:
+        self._broker = broker
+        self._held: dict[str, Claim] = {}
+        self._settled: dict[str, tuple[Claim, int]] = {}
+        self._wake = asyncio.Event()
+        self._held_at = time.monotonic()
+
+    def enter(self, claim: Claim) -> None:
+        """Hold the place of a request that was opened, or may have been."""
+        self._held[claim.id] = claim
+
+    def leave(self, exchange: Exchange) -> None:
+        """Have a request's place freed, and what it did not use given back."""
+        claim = self._held.pop(exchange.job.uids[0], None)
+        if claim is None:
+            return
+        prompt, _, completion = count_usage(exchange)
+        if len(self._settled) < _CAP:
+            self._settled[claim.id] = claim, prompt + completion
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Work for ever."""
+        backoff = Backoff()
+        while True:
+            try:
+                async with asyncio.timeout(_HOLD_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            try:
+                await self.work()
+                backoff.reset()
+            except BrokerDown:
+                await asyncio.sleep(backoff.next_s())
+            except BrokerError:
+                log.exception("the limits of API keys could not be written; what was taken frees itself")
+                self._settled.clear()
+
+    async def work(self) -> None:
+        """Settle what is over, and hold the rest when it is time, in one round trip.
+
+        Raises:
+            BrokerError: nothing is lost: the next turn does it.
+        """
+        keys = self._broker.keys
+        batch = list(self._settled.items())[:_BATCH]
+        calls: list[Call[Any]] = [settle(keys, claim, used) for _, (claim, used) in batch]
+        now = time.monotonic()
+        if due := now - self._held_at >= _HOLD_S:
+            calls += self._holds()
+        await self._broker.run_many(calls)
+        if due:
+            self._held_at = now
+        for claim_id, _ in batch:
+            del self._settled[claim_id]
+        if not self._settled:
+            self._wake.clear()
+
+    def _holds(self) -> list[Call[int]]:
+        by_tenant: dict[str, list[str]] = {}
+        for claim in self._held.values():
+            by_tenant.setdefault(claim.tenant, []).append(claim.id)
+        return [
+            hold(self._broker.keys, tenant, ids[at : at + _HOLD_CAP])
+            for tenant, ids in by_tenant.items()
+            for at in range(0, len(ids), _HOLD_CAP)
+        ]

@@ -1,0 +1,141 @@
+"""Limits of API keys, as clients meet them: one count over all replicas, and what a key has left in every answer."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.api.limits import _duration
+from tests.api.conftest import RunningApi, StartApi
+from tests.api.engine_side import MODEL, Answer, EngineSide
+from tests.api.test_keys import bearer
+from tests.redis_keys import command, find_keys
+from tests.waiting import eventually
+
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+def ask(api: RunningApi, key: str = "k", **body: Any) -> httpx.Response:
+    return api.post(CHAT, {**HI, **body}, headers=bearer(key))
+
+
+def refused(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 429, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert int(answer.headers["retry-after"]) >= 1
+    return error
+
+
+def test_requests_per_minute_are_counted_over_replicas(start_api: StartApi, engine: EngineSide) -> None:
+    apis = [start_api(api_keys="a=k requests=4,b=other"), start_api(api_keys="a=k requests=4,b=other")]
+    for api in apis:
+        api.wait_ready()
+    answers = [ask(apis[i % 2], stream=i == 3) for i in range(4)]
+    assert [a.status_code for a in answers] == [200] * 4
+    left = [int(a.headers["x-ratelimit-remaining-requests"]) for a in answers]
+    assert left == sorted(left, reverse=True)
+    assert answers[0].headers["x-ratelimit-limit-requests"] == "4"
+    assert re.fullmatch(r"[0-9.]+m?s", answers[0].headers["x-ratelimit-reset-requests"])
+    late = ask(apis[0])
+    assert "4 requests per minute" in refused(late)["message"]
+    assert late.headers["x-ratelimit-remaining-requests"] == "0"
+    free = ask(apis[0], "other")
+    assert free.status_code == 200
+    assert not [name for name in free.headers if name.startswith("x-ratelimit")]
+    assert 'millrace_requests_refused_total{reason="key_limits"} 1.0' in apis[0].get("/metrics").text
+
+
+def test_tokens_are_reserved_at_the_start_and_charged_at_the_end(start_api: StartApi, engine: EngineSide) -> None:
+    api = start_api(api_keys="k", key_tokens_per_minute=100_000)
+    api.wait_ready()
+    engine.script = lambda request: Answer([" a"] * 3, "stop")
+    first = ask(api, max_tokens=50_000)
+    assert first.status_code == 200
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) < 50_000
+    eventually(lambda: not api.service.limits._settled and not api.service.limits._held, "it is settled")
+    assert int(ask(api).headers["x-ratelimit-remaining-tokens"]) > 99_000
+    engine.hold()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, api, max_tokens=90_000)
+        eventually(lambda: engine.running, "it is under way")
+        assert "100000 tokens per minute" in refused(ask(api, max_tokens=90_000))["message"]
+        engine.release()
+        assert running.result().status_code == 200
+
+
+def test_requests_under_way_hold_their_places(start_api: StartApi, engine: EngineSide) -> None:
+    apis = [start_api(api_keys="a=k concurrency=2") for _ in range(2)]
+    for api in apis:
+        api.wait_ready()
+    engine.hold()
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(ask, api) for api in apis]
+        eventually(lambda: len(engine.running) == 2, "two are under way")
+        for api in apis:
+            assert "2 requests at a time" in refused(ask(api))["message"]
+        engine.release()
+        assert [r.result().status_code for r in running] == [200, 200]
+    eventually(lambda: ask(apis[0]).status_code == 200, "places are free again")
+
+
+def test_a_client_that_leaves_frees_its_place(start_api: StartApi, engine: EngineSide) -> None:
+    api = start_api(api_keys="k", key_concurrency=1)
+    api.wait_ready()
+    engine.hold()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(api.url + CHAT, json=HI, headers=bearer("k"), timeout=0.5)
+    engine.release()
+    eventually(lambda: ask(api).status_code == 200, "its place is free")
+
+
+def test_a_dead_replica_frees_its_places(start_api: StartApi, engine: EngineSide) -> None:
+    """The living hold theirs for longer than a place lasts by itself; nobody holds the dead one's."""
+    api = start_api(api_keys="a=k concurrency=1")
+    api.wait_ready()
+    slots = engine.broker.keys.slots("a")
+    engine.hold()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, api)
+        eventually(lambda: engine.running, "one is under way")
+        [uid] = engine.running
+        before = engine.broker.run(command("ZSCORE", slots, uid))
+        eventually(lambda: engine.broker.run(command("ZSCORE", slots, uid)) != before, "its place is held")
+        engine.broker.run(command("ZREM", slots, uid))
+        engine.broker.run(command("ZADD", slots, 1, "of a dead replica"))
+        assert ask(api, n=1, timeout=0.5).status_code == 504, "it got in, and waits for the engine"
+        engine.release()
+        assert running.result().status_code == 200
+
+
+def test_what_the_limits_leave_behind_has_a_life(start_api: StartApi, engine: EngineSide) -> None:
+    api = start_api(api_keys="k", key_concurrency=5, key_requests_per_minute=5, key_tokens_per_minute=5000)
+    api.wait_ready()
+    assert ask(api).status_code == 200
+    eventually(lambda: not api.service.limits._settled, "it is settled")
+    kept = [k for k in find_keys(engine.broker) if b":bucket:" in k or b":slots:" in k]
+    assert kept
+    assert all(int(str(engine.broker.run(command("PTTL", k)))) > 0 for k in kept)
+
+
+def test_the_openai_client_understands(start_api: StartApi, engine: EngineSide) -> None:
+    api = start_api(api_keys="k", key_requests_per_minute=1)
+    api.wait_ready()
+    client = openai.OpenAI(base_url=api.url + "/v1", api_key="k", max_retries=0)
+    messages: Any = HI["messages"]
+    client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    assert caught.value.code == "rate_limit_exceeded"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0ms"), (0.0201, "21ms"), (1, "1s"), (1.44, "1.5s"), (60, "1m0s"), (371.2, "6m11.2s")]
+)
+def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert _duration(seconds) == text
