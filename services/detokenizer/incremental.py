@@ -6,7 +6,7 @@ byte tokens of SentencePiece), so text lags behind until the next token settles 
 """
 
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shared.vocab import Vocabulary
 
@@ -17,17 +17,19 @@ class TokenTexts:
     Args:
         vocabulary: of the model.
         skip_special: control tokens print nothing.
+        marks: texts of control tokens that print all the same: they say what follows.
 
     Attributes:
         pieces: id -> bytes; empty for what prints nothing.
         texts: id -> text, or None where the bytes are not whole characters by themselves.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool) -> None:
-        self.pieces: list[bytes] = [
-            b"" if skip_special and vocabulary.is_special(i) else vocabulary.token_bytes(i) or b""
-            for i in range(vocabulary.num_ids)
-        ]
+    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool, marks: Iterable[str] = ()) -> None:
+        printing = {mark.encode() for mark in marks}
+        self.pieces: list[bytes] = [vocabulary.token_bytes(i) or b"" for i in range(vocabulary.num_ids)]
+        for i in vocabulary.special_ids if skip_special else ():
+            if i < len(self.pieces) and self.pieces[i] not in printing:
+                self.pieces[i] = b""
         self.texts: list[str | None] = [_whole(piece) for piece in self.pieces]
 
 

@@ -31,8 +31,22 @@ class Texts:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        control = (vocabulary.token_bytes(i) or b"" for i in vocabulary.special_ids)
+        self._control_marks = frozenset(text.decode("utf-8", "replace") for text in control)
         self.without_special = TokenTexts(vocabulary, skip_special=True)
         self.with_special = TokenTexts(vocabulary, skip_special=False)
+        self._with_marks: dict[frozenset[str], TokenTexts] = {}
+
+    def of(self, header: ReplyHeader) -> TokenTexts:
+        """Give what ids print in one reply: nothing for control tokens, unless they are wanted, or are its marks."""
+        if not header.skip_special:
+            return self.with_special
+        marks = self._control_marks.intersection(header.outline.marks) if header.outline else None
+        if not marks:
+            return self.without_special
+        if marks not in self._with_marks:
+            self._with_marks[marks] = TokenTexts(self.vocabulary, skip_special=True, marks=marks)
+        return self._with_marks[marks]
 
     def with_bytes(self, entry: LogprobEntry) -> LogprobEntry:
         """Add the bytes of the tokens to a log probability, which comes from the engine without."""
@@ -60,8 +74,7 @@ class Reply:
         self._header = header
         self._fence = fence
         self._texts = texts
-        tokens = texts.without_special if header.skip_special else texts.with_special
-        self._text = Incremental(tokens, strip_start=_begins_a_text(fence, texts.vocabulary))
+        self._text = Incremental(texts.of(header), strip_start=_begins_a_text(fence, texts.vocabulary))
         self._stops: StopMatcher | None = None
         if header.stop:
             self._stops = StopMatcher(stop_strings(tuple(header.stop), header.include_stop))

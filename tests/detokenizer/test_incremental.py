@@ -1,9 +1,13 @@
+import dataclasses
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.detokenizer.incremental import Incremental, TokenTexts
+from services.detokenizer.state import Texts
+from shared.dialect import Outline, Thoughts
+from shared.messages import ReplyHeader
 from shared.model_files import locate
 from shared.vocab import Vocabulary, byte_vocabulary, load_vocabulary
 
@@ -93,3 +97,23 @@ def test_the_embedded_models_own_tokens_give_back_every_text() -> None:
     said = [text.push(token_id) for token_id in ids]
     assert "".join(said) + text.flush() == whole
     assert not any("\ufffd" in part for part in said)
+
+
+def test_marks_of_an_outline_print_although_they_are_control_tokens() -> None:
+    plain = byte_vocabulary()
+    control = {plain.num_ids: b"[TOOL_CALLS]", plain.num_ids + 1: b"</think>"}
+    vocabulary = dataclasses.replace(
+        plain, tokens=[*plain.tokens, *control.values()], special_ids=plain.special_ids | set(control)
+    )
+    texts = Texts(vocabulary)
+    ids = [*control, plain.eos_ids[0]]
+
+    def printed(header: ReplyHeader) -> str:
+        return Incremental(texts.of(header)).push_all(ids)
+
+    assert printed(ReplyHeader("api")) == ""
+    assert printed(ReplyHeader("api", outline=Outline("mistral"))) == "[TOOL_CALLS]"
+    thoughts = Thoughts("<think>", "</think>")
+    assert printed(ReplyHeader("api", outline=Outline("hermes", thoughts=thoughts))) == "</think>"
+    assert texts.of(ReplyHeader("api", outline=Outline("hermes"))) is texts.without_special
+    assert texts.of(ReplyHeader("api", skip_special=False)) is texts.with_special

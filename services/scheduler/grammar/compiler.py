@@ -3,6 +3,7 @@
 Owns the llguidance tokenizer, the threads and the cache of compiled grammars. Knows nothing of requests.
 """
 
+import json
 import logging
 import threading
 import time
@@ -16,9 +17,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from services.scheduler.core.batch import mask_words
 from services.scheduler.core.guides import Compilation, Matcher
+from services.scheduler.grammar.calls import schemas_of
 from services.scheduler.grammar.matcher import GrammarMatcher
 from services.scheduler.grammar.tokens import make_tokenizer
 from services.scheduler.grammar.translate import refusal, translate
+from shared.dialect import Thoughts
 from shared.errors import RequestError, ServerFault
 from shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from shared.vocab import Vocabulary
@@ -66,7 +69,8 @@ class GrammarCompiler:
         self._source = source
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool, Thoughts | None], LLMatcher] = OrderedDict()
+        self._control_ids: dict[str, int] = {}
         self._tokenizer: Future[LLTokenizer] = self._pool.submit(self._load)
 
     def begin(self, grammar: Grammar, said_ids: Sequence[int], *, ignore_eos: bool) -> Compilation:
@@ -81,6 +85,11 @@ class GrammarCompiler:
     def _load(self) -> LLTokenizer:
         source = self._source
         vocabulary = source.load()
+        self._control_ids = {
+            (vocabulary.token_bytes(i) or b"").decode("utf-8", "replace"): i
+            for i in vocabulary.special_ids
+            if i < source.vocab_size
+        }
         eos_ids = [i for i in source.eos_ids if i < source.vocab_size] or list(vocabulary.eos_ids)
         return make_tokenizer(vocabulary, source.vocab_size, sorted(eos_ids))
 
@@ -98,7 +107,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be compiled.
         """
-        key = (grammar.kind, grammar.text, grammar.lenient)
+        key = (grammar.kind, grammar.text, grammar.lenient, grammar.thoughts)
         with self._lock:
             found = self._compiled.get(key)
             if found is not None:
@@ -106,14 +115,27 @@ class GrammarCompiler:
                 return found.deep_copy()
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise refusal(grammar, f"it is larger than {MAX_GRAMMAR_BYTES} bytes")
-        made = LLMatcher(tokenizer, translate(grammar), log_level=0, limits=_LIMITS)
+        made = LLMatcher(tokenizer, translate(grammar, self._mark), log_level=0, limits=_LIMITS)
         if made.is_error():
+            self._blame(grammar, tokenizer)
             raise refusal(grammar, made.get_error())
         with self._lock:
             self._compiled[key] = made
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
             return made.deep_copy()
+
+    def _mark(self, text: str) -> str:
+        """Give a mark as a term of Lark: the control token of that text if there is one, else the text."""
+        token_id = self._control_ids.get(text)
+        return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+    def _blame(self, grammar: Grammar, tokenizer: LLTokenizer) -> None:
+        """Name the schema that spoils a grammar of calls, if one does by itself."""
+        for schema in schemas_of(grammar) if grammar.kind == "calls" else ():
+            alone = LLMatcher(tokenizer, translate(schema), log_level=0, limits=_LIMITS)
+            if alone.is_error():
+                raise refusal(schema, alone.get_error())
 
 
 class _Pending:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from services.scheduler.grammar.calls import Mark, behind_thoughts, calls_grammar, read_calls
 from shared.errors import InvalidRequest
 from shared.sampling import Grammar
 
@@ -20,14 +21,25 @@ _COMPACT: Final["JsonCompileOptions"] = {
 """JSON is written as `json.dumps` does: where any white space is allowed, small models write nothing else."""
 
 
-def translate(grammar: Grammar) -> str:
+def translate(grammar: Grammar, mark: Mark = json.dumps) -> str:
     """Give llguidance's form of a grammar.
+
+    Args:
+        grammar: what was asked for.
+        mark: gives a mark of calls or thoughts as a term of Lark.
 
     Raises:
         InvalidRequest: it can be seen at once that it is none.
     """
+    answer = _translate(grammar, mark)
+    return behind_thoughts(answer, grammar.thoughts, mark) if grammar.thoughts else answer
+
+
+def _translate(grammar: Grammar, mark: Mark) -> str:
     try:
         match grammar.kind:
+            case "calls":
+                return calls_grammar(read_calls(grammar), mark)
             case "json_schema":
                 options: JsonCompileOptions = {**_COMPACT, "lenient": grammar.lenient}
                 return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
@@ -71,5 +83,5 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """Make the 400 of a grammar that cannot be compiled."""
     field = grammar.field
     first = " ".join(reason.split())[:_MAX_REASON]
-    what = "schema" if grammar.kind == "json_schema" else "grammar"
+    what = "schema" if grammar.kind in ("json_schema", "calls") else "grammar"
     return InvalidRequest(f"{field}: the {what} cannot be used: {first}", param=field, code="invalid_grammar")

@@ -1,0 +1,75 @@
+"""Grammars of answers that call tools, in the format the model writes calls in; and of thoughts in front of any answer.
+
+The text that comes out is what the api's readers of answers expect (`services/api/answers`).
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from shared.dialect import TOOL_MARKS, CallShapes, FunctionShape, Thoughts
+from shared.sampling import Grammar
+
+Mark = Callable[[str], str]
+"""Gives a mark as a term of a Lark grammar: a control token, or plain text."""
+_GUIDANCE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_THOUGHT: Final = "thought"
+
+
+def read_calls(grammar: Grammar) -> CallShapes:
+    """Read the text of a grammar of calls."""
+    return msgspec.json.decode(grammar.text, type=CallShapes)
+
+
+def schemas_of(grammar: Grammar) -> list[Grammar]:
+    """Give the schemas of a grammar of calls each by itself, with the fields they came in."""
+    return [Grammar("json_schema", f.schema, not f.strict, f.field) for f in read_calls(grammar).functions]
+
+
+def calls_grammar(calls: CallShapes, mark: Mark) -> str:
+    """Give calls as a Lark grammar: one, or as many as the model likes where several are wanted."""
+    key = "parameters" if calls.tools == "llama3" else "arguments"
+    rules = [_function(f, i, key) for i, f in enumerate(calls.functions)]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.functions))))
+    between = {"llama3": "; ", "mistral": ", "}.get(calls.tools, "\n")
+    one = "call"
+    if calls.tools == "hermes":
+        opening, closing = (mark(m) for m in TOOL_MARKS["hermes"])
+        rules.append(f'marked: {opening} "\\n" call "\\n" {closing}')
+        one = "marked"
+    several = f"{one} ({json.dumps(between)} {one})*" if calls.parallel else one
+    if calls.tools == "mistral":
+        several = f'{mark(TOOL_MARKS["mistral"][0])} "[" {several} "]"'
+    return "\n".join([f"start: {several}", *rules])
+
+
+def _function(function: FunctionShape, number: int, key: str) -> str:
+    schema: dict[str, Any] = json.loads(function.schema)
+    schema["x-guidance"] = {**_GUIDANCE, "lenient": not function.strict}
+    opening = f'{{"name": {json.dumps(function.name)}, "{key}": '
+    return (
+        f'call_{number}: {json.dumps(opening)} arguments_{number} "}}"\narguments_{number}: %json {json.dumps(schema)}'
+    )
+
+
+def behind_thoughts(grammar: str, thoughts: Thoughts, mark: Mark) -> str:
+    """Put thoughts of any kind in front of a grammar in llguidance's form.
+
+    Args:
+        grammar: Lark, or a list of grammars as JSON.
+        thoughts: their marks; unless the prompt has begun them, the answer may have none.
+        mark: gives a mark as a term.
+    """
+    close = mark(thoughts.close)
+    if close.startswith("<["):
+        thought = f"{_THOUGHT}: TEXT {close}\nTEXT: /(?s:.*)/"
+    else:
+        end = re.escape(thoughts.close).replace("/", "\\/")
+        thought = f"{_THOUGHT}[lazy]: /(?s:.*){end}/"
+    front = f"{_THOUGHT} GAP?" if thoughts.begun else f"({mark(thoughts.open)} {_THOUGHT} GAP?)?"
+    first = {"name": "front", "lark_grammar": f"start: {front} @answer\n{thought}\nGAP: /\\n\\n?/"}
+    inner = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [first, {**inner[0], "name": "answer"}, *inner[1:]]})
