@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e test-images bench bench-served bench-plane bench-gpu test-gpu soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
+.PHONY: help run dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -46,6 +46,12 @@ test-e2e: $(VENV)/.dev-ready ## Run the tests that launch the whole stack
 test-images: $(VENV)/.dev-ready ## Build the images and run the tests that need a Docker engine
 	@$(MAKE) --no-print-directory build
 	@TEST_IMAGES=1 $(BIN)/python -m pytest tests/ops/test_images.py tests/ops/test_stack.py
+
+helm: $(VENV)/.dev-ready ## Write the chart's schema and README table from its values.yaml
+	@$(BIN)/python -m tools.helm_values
+
+helm-test: $(VENV)/.dev-ready ## Test the Helm chart, rendered by Helm itself
+	@$(BIN)/python -m pytest tests/ops/test_helm*.py tests/ops/test_settings_agree.py
 
 lint: $(VENV)/.dev-ready lint-ops ## Check style, types, import contracts, sizes and container files
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python tools/line_budget.py
