@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.batch import ScoreRow, SlotSetup
-from services.scheduler.engine.sampler import Draws, Guides, Sampler, filter_probs, inverse_cdf, score_tokens, uniforms
+from services.scheduler.engine.sampler import Draws, Guides, Sampler, filter_probs, score_tokens
 from shared.sampling import SEED_MAX, SEED_MIN, SamplingParams
 from tests.engine.driver import ints, pack_mask
 
@@ -42,42 +42,6 @@ def draw(
 
 def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
-
-
-def test_uniform_numbers_are_uniform_and_fixed() -> None:
-    seeds = np.repeat(np.arange(200, dtype=np.uint64), 100)
-    values = uniforms(seeds, ints(np.tile(np.arange(1, 101), 200)))
-    assert values.min() >= 0.0 and values.max() < 1.0 and len(np.unique(values)) == len(values)
-    counts = np.histogram(values, bins=64, range=(0, 1))[0]
-    assert abs(chi_square(counts, np.full(64, 1 / 64))) < 4
-    by_seed = values.reshape(200, 100)
-    assert abs(np.corrcoef(by_seed[:-1].ravel(), by_seed[1:].ravel())[0, 1]) < 0.03
-    assert abs(np.corrcoef(by_seed[:, :-1].ravel(), by_seed[:, 1:].ravel())[0, 1]) < 0.03
-    # Written down: a change would break the promise that a seed keeps its text.
-    fixed = uniforms(np.array([0, 42, 2**64 - 1], dtype=np.uint64), ints([1, 5, 1000]))
-    assert fixed.tolist() == [0.5277580838124728, 0.14895823790796303, 0.3409375213429727]
-
-
-@pytest.mark.parametrize("vocab", [1, 5, 128, 300, 1024])
-def test_inverse_cdf_follows_the_probabilities(vocab: int) -> None:
-    probs = torch.softmax(random_logits(1, 3, vocab), -1)
-    rows = 40_000
-    chance = torch.linspace(0, 1, rows + 1, dtype=torch.float64)[:-1] + 0.5 / rows
-    tokens = inverse_cdf(probs.expand(rows, vocab), chance)
-    found = torch.bincount(tokens, minlength=vocab) / rows
-    assert torch.allclose(found, probs[0], atol=2.1 / rows)
-    assert bool((tokens.diff() >= 0).all())
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 1.0]), min_size=1, max_size=400).filter(any),
-    st.sampled_from([0.0, 0.3, 0.999999, 1 - 2**-53]),
-)
-def test_inverse_cdf_never_draws_what_has_no_weight(weights: list[float], chance: float) -> None:
-    probs = torch.tensor([weights], dtype=torch.float32)
-    token = int(inverse_cdf(probs, torch.tensor([chance], dtype=torch.float64))[0])
-    assert 0 <= token < len(weights) and weights[token] > 0
 
 
 def plain_filter(probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:

@@ -1,8 +1,8 @@
 """Draws tokens from logits: greedy or by chance, with filters, and reports log probabilities.
 
-Chance is one number per token, made from the request's seed and the token's index alone, and turned into a token
-by the inverse of the cumulative distribution. So a draw does not depend on the batch, the slot, the threads or
-the device, and a request that starts again draws the same.
+Chance (`chance`) is made from the request's seed and the token's index alone. So a draw does not depend on the
+batch, the slot, the threads or the device, and a request that starts again draws the same; numbers that come out
+a little different, as from another form of a matrix product, rarely change a token.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,15 @@ from services.scheduler.core.batch import (
     ScoreRow,
     SlotSetup,
 )
+from services.scheduler.engine.chance import draw_keys, draw_rule, race
 from services.scheduler.engine.logits import LogitsProcessors, apply_masks
 
 MIN_LOGPROB: Final = -9999.0
 """Reported in place of anything less likely; JSON has no infinity."""
-_BLOCK: Final = 128
-"""Places that are summed together to find a draw's neighbourhood."""
 _SCORED_AT_ONCE: Final = 64
 """Scored positions whose logits are in memory together."""
 _CANDIDATES: Final = (128, 2048)
 """How many of the likeliest tokens are looked at, in turn, before all are sorted."""
-
-Uint64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +80,13 @@ class Sampler:
     def set_up(self, setup: SlotSetup) -> None:
         """Begin a request in a slot."""
         params, slot = setup.params, setup.slot
-        all_kept = params.top_k <= 0 or params.top_k >= self._vocab_size
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = self._vocab_size if all_kept else params.top_k
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        # The likeliest token has at least an even share: a smaller top_p keeps that one alone.
-        self._greedy[slot] = params.is_greedy or params.top_p * self._vocab_size <= 1.0 or params.min_p >= 1.0
-        self._filtered[slot] = not all_kept or params.top_p < 1.0 or params.min_p > 0.0
+        rule = draw_rule(params, self._vocab_size)
+        self._temperature[slot] = rule.temperature
+        self._top_k[slot] = rule.top_k or self._vocab_size
+        self._top_p[slot] = rule.top_p
+        self._min_p[slot] = rule.min_p
+        self._greedy[slot] = rule.temperature == 0.0
+        self._filtered[slot] = rule.is_filtered
         self._seed[slot] = np.uint64(params.seed % 2**64)
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._processors.set_up(setup)
@@ -146,9 +142,7 @@ class Sampler:
                 probs = kept
             else:
                 probs.index_copy_(0, torch.from_numpy(filtered).to(device), kept)
-        chance = torch.from_numpy(uniforms(self._seed[slots], out_index)).to(device)
-        tokens: npt.NDArray[np.int64] = inverse_cdf(probs, chance).cpu().numpy()
-        return tokens
+        return race(probs, draw_keys(self._seed[slots], out_index))
 
     def _logprobs(
         self, logits: Tensor, slots: IntArray, tokens: npt.NDArray[np.int64], bad: BoolArray
@@ -194,67 +188,6 @@ def score_tokens(
         top, ids = scores.topk(score.num_top, -1)
         top_ids[part], top_logprobs[part] = ids.cpu().numpy(), top.cpu().numpy()
     return PositionLogprobs(logprobs, top_ids, top_logprobs), bad
-
-
-def uniforms(seeds: Uint64, indices: IntArray) -> npt.NDArray[np.float64]:
-    """Make one number in [0, 1) per (seed, index), the same everywhere and for ever; arguments as of `draw_keys`."""
-    return (draw_keys(seeds, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def draw_keys(seeds: Uint64, indices: IntArray) -> Uint64:
-    """Make one well mixed number per (seed, index).
-
-    Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), over the hashed seed plus a counter.
-
-    Args:
-        seeds: (n,) seeds of the requests.
-        indices: (n,) 1-based indices of the tokens.
-    """
-    keyed = _mix(seeds + np.uint64(0x9E3779B97F4A7C15))
-    return _mix(_mix(keyed + indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ keyed)
-
-
-def _mix(x: Uint64) -> Uint64:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def inverse_cdf(probs: Tensor, chance: Tensor) -> Tensor:
-    """Turn uniform numbers into tokens, in order of token id. Blocks first, then within one: exact and cheap.
-
-    Args:
-        probs: (rows, vocab_size) float32, not negative, some positive in each row; need not sum to 1.
-        chance: (rows,) float64 in [0, 1).
-
-    Returns:
-        (rows,) int64 ids, each with a positive probability.
-    """
-    vocab_size = probs.shape[1]
-    whole = vocab_size // _BLOCK * _BLOCK
-    blocks = probs[:, :whole].view(len(probs), -1, _BLOCK).sum(-1)
-    if whole < vocab_size:
-        blocks = torch.cat((blocks, probs[:, whole:].sum(-1, keepdim=True)), 1)
-    block, before = _find(blocks.double(), chance, scale=True)
-    places = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=probs.device)
-    inside = probs.gather(1, places.clamp(max=vocab_size - 1)).double().masked_fill_(places >= vocab_size, 0.0)
-    place, _ = _find(inside, before, scale=False)
-    return block * _BLOCK + place
-
-
-def _find(weights: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
-    """Find the place where the running sum first exceeds a target.
-
-    Returns:
-        The place, and how far into it the target lies.
-    """
-    sums = weights.cumsum(-1)
-    total = sums[:, -1]
-    # Rounding must not carry a target past the end, where nothing has weight.
-    target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(sums, target[:, None], right=True)
-    reached = target - (sums.gather(1, place) - weights.gather(1, place))[:, 0]
-    return place[:, 0], reached.clamp_(min=0.0)
 
 
 def filter_probs(

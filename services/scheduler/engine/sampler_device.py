@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from services.scheduler.core.batch import IntArray, RowLogprobs, SlotSetup
+from services.scheduler.engine.chance import draw_keys, draw_rule
 from services.scheduler.engine.kernels.gumbel import gumbel_sample
 from services.scheduler.engine.kernels.limits import keep_limits
 from services.scheduler.engine.logits import apply_masks
 from services.scheduler.engine.logits_device import DeviceProcessors
-from services.scheduler.engine.sampler import MIN_LOGPROB, Guides, draw_keys
+from services.scheduler.engine.sampler import MIN_LOGPROB, Guides
 from services.scheduler.engine.staging import StepBlock, StepImage
 
 
@@ -81,13 +82,11 @@ class DeviceSampler:
     def set_up(self, setup: SlotSetup) -> None:
         """Begin a request in a slot."""
         params, slot = setup.params, setup.slot
-        # The likeliest token has at least an even share: a smaller top_p keeps that one alone.
-        greedy = params.is_greedy or params.top_p * self._vocab_size <= 1.0 or params.min_p >= 1.0
-        all_kept = greedy or params.top_k <= 0 or params.top_k >= self._vocab_size
-        self._temperature[slot] = 0.0 if greedy else params.temperature
-        self._top_k[slot] = 0 if all_kept else params.top_k
-        self._top_p[slot] = 1.0 if greedy else params.top_p
-        self._min_p[slot] = 0.0 if greedy else params.min_p
+        rule = draw_rule(params, self._vocab_size)
+        self._temperature[slot] = rule.temperature
+        self._top_k[slot] = rule.top_k
+        self._top_p[slot] = rule.top_p
+        self._min_p[slot] = rule.min_p
         self._seed[slot] = np.uint64(params.seed % 2**64)
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._processors.set_up(setup)
