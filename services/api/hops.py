@@ -26,13 +26,14 @@ class Hops:
 
     Attributes:
         num_shards: token streams per model, as the installation has agreed.
+        measured: what was measured last.
     """
 
     def __init__(self, broker: AsyncBroker, pipeline: Pipeline) -> None:
         self._broker = broker
         self._pipeline = pipeline
         self._lock = asyncio.Lock()
-        self._measured: list[dict[str, Any]] = []
+        self.measured: list[dict[str, Any]] = []
         self._at = float("-inf")
         self.num_shards = 0
 
@@ -46,12 +47,12 @@ class Hops:
             if time.monotonic() - self._at > _FRESH_S:
                 hops = list(self._hops(models))
                 found = await self._broker.run_many([backlog(key) for _, _, key in hops])
-                self._measured = [
+                self.measured = [
                     {"stream": stream, "of": of, "length": queue.length, "oldest_s": round(queue.age_s, 2)}
                     for (stream, of, _), queue in zip(hops, found, strict=True)
                 ]
                 self._at = time.monotonic()
-            return self._measured
+            return self.measured
 
     def _hops(self, models: Iterable[str]) -> Iterator[Hop]:
         keys = self._broker.keys

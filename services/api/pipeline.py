@@ -28,6 +28,8 @@ MAX_EVENTS: Final = 64
 LATE_S: Final = 2 * BEAT_S
 _SIGNED_OFF_S: Final = 1.5 * BEAT_S
 """Who goes from the registry with a heartbeat this fresh went by itself; the dead are removed by others, later."""
+_Id = tuple[Role, str]
+"""Role and incarnation."""
 SHARES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
@@ -79,10 +81,10 @@ class Pipeline:
         self._leases = leases
         self._clock = clock
         self._wall = wall
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[_Id, _Instance] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_S)
-        self._counted: dict[str, Heartbeat] = {}
+        self._counted: dict[_Id, Heartbeat] = {}
         self._sums = _Sums()
         self._sampled_at: float | None = None
         self._begun = False
@@ -94,21 +96,20 @@ class Pipeline:
         for role, standings in looked.items():
             for incarnation, standing in standings.items():
                 self._see(role, incarnation, standing)
-        present = {name for standings in looked.values() for name in standings}
-        for incarnation, instance in list(self._instances.items()):
-            if incarnation not in present:
+        for (role, incarnation), instance in self._instances.items():
+            if incarnation not in looked.get(role, ()):
                 self._miss(incarnation, instance)
         self._forget()
         self._begun = True
         self._sample()
 
     def _see(self, role: Role, incarnation: str, standing: Standing) -> None:
-        beat, known = standing.heartbeat, self._instances.get(incarnation)
+        beat, known = standing.heartbeat, self._instances.get((role, incarnation))
         if beat is None:
             return
         state = _state(standing)
         if known is None:
-            known = self._instances[incarnation] = _Instance(role, beat, state)
+            known = self._instances[role, incarnation] = _Instance(role, beat, state)
             if self._begun and state == "serving":
                 self._tell("joined", incarnation, known)
         if beat.num_taken > known.beat.num_taken:
@@ -140,10 +141,10 @@ class Pipeline:
     def _forget(self) -> None:
         """Keep those that are gone for a while, and no more than MAX_GONE."""
         now = self._clock()
-        gone = sorted((i.gone_at, name) for name, i in self._instances.items() if i.gone_at is not None)
-        for number, (at, name) in enumerate(reversed(gone)):
+        gone = sorted((i.gone_at, key) for key, i in self._instances.items() if i.gone_at is not None)
+        for number, (at, key) in enumerate(reversed(gone)):
             if number >= MAX_GONE or now - at > GONE_SHOWN_S:
-                del self._instances[name]
+                del self._instances[key]
 
     def _tell(self, kind: str, incarnation: str, instance: _Instance, count: int = 0) -> None:
         """Note an event. Replicas give the same one the same id, so that a reader of several sees it once."""
@@ -191,16 +192,16 @@ class Pipeline:
         """See what counters have grown by since the last sample; one seen for the first time has grown by nothing."""
         totals, counted = _Totals(), self._counted
         ttft, gap = grown((), ()), grown((), ())
-        for incarnation, instance in self._instances.items():
+        for key, instance in self._instances.items():
             beat = instance.beat
-            before = counted.get(incarnation, beat)
+            before = counted.get(key, beat)
             totals.said += max(0, beat.num_said - before.num_said)
             totals.looked_up += max(0, beat.cache_query_tokens - before.cache_query_tokens)
             totals.hit += max(0, beat.cache_hit_tokens - before.cache_hit_tokens)
             if instance.role == "api" and beat is not before:
                 ttft = [a + b for a, b in zip(ttft, grown(beat.ttft_counts, before.ttft_counts), strict=True)]
                 gap = [a + b for a, b in zip(gap, grown(beat.gap_counts, before.gap_counts), strict=True)]
-        self._counted = {incarnation: instance.beat for incarnation, instance in self._instances.items()}
+        self._counted = {key: instance.beat for key, instance in self._instances.items()}
         self._sums.ttft.add(ttft)
         self._sums.gap.add(gap)
         return totals
@@ -213,17 +214,15 @@ class Pipeline:
 
     def names(self, role: Role) -> list[str]:
         """List the incarnations of a role, those that are gone included, the living first."""
-        found = [(i.gone_at is not None, name) for name, i in self._instances.items() if i.role == role]
+        found = [(i.gone_at is not None, name) for (kind, name), i in self._instances.items() if kind == role]
         return [name for _, name in sorted(found)]
 
     def instances(self) -> list[dict[str, Any]]:
         """Describe every instance, those that have gone of late included, in the order of the stream."""
-        order: list[Role] = ["api", "tokenizer", "scheduler", "detokenizer"]
         now = self._clock()
-        found = sorted(
-            self._instances.items(), key=lambda item: (order.index(item[1].role), item[1].beat.name, item[0])
-        )
-        return [self._describe(incarnation, instance, now) for incarnation, instance in found]
+        order: list[Role] = ["api", "tokenizer", "scheduler", "detokenizer"]
+        found = sorted((order.index(role), i.beat.name, name, i) for (role, name), i in self._instances.items())
+        return [self._describe(incarnation, instance, now) for _, _, incarnation, instance in found]
 
     def _describe(self, incarnation: str, instance: _Instance, now: float) -> dict[str, Any]:
         beat = instance.beat
