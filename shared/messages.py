@@ -16,6 +16,7 @@ from shared.sampling import SamplingParams
 WIRE_VERSION: Final = 1
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+Purpose = Literal["generate", "tokenize", "detokenize"]
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False, tag_field="tag"):
@@ -68,6 +69,8 @@ class TokenizeRequest(Message, tag="tokenize", frozen=True):
     continue_final_message: bool = False
     cache_salt: str = ""
     traceparent: str = ""
+    purpose: Purpose = "generate"
+    add_special: bool = True
 
 
 class GenerateRequest(Message, tag="generate", frozen=True):

@@ -29,7 +29,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.loop import StepLoop
 from services.scheduler.settings import SchedulerSettings
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.encode import PromptEncoder
+from services.tokenizer.encode import Encoded, PromptEncoder
 from shared import sampling
 from shared.errors import ConfigError, InvalidRequest, MillraceError, RequestError
 from shared.ids import new_uid
@@ -208,6 +208,7 @@ class LLM:
             for number, found in enumerate(self._encoder.encode(batch, self.limits.max_seq_len), start=first):
                 if isinstance(found, RequestError):
                     raise InvalidRequest(f"prompt {number}: {found.message}", param=found.param) from found
+                assert isinstance(found, Encoded), "it was to be generated"
                 requests += found.requests
         return [Answer(request, _header(each)) for request, each in zip(requests, params, strict=True)]
 

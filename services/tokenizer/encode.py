@@ -1,6 +1,7 @@
 """From requests to token ids: renders, encodes and checks lengths. It knows nothing of the broker.
 
-A request is refused whole: one bad prompt of several fails all of its choices.
+A request is refused whole: one bad prompt of several fails all of its choices. One that only asks for the ids of a
+text, or the text of ids, has its answer here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ import msgspec
 
 from services.tokenizer.chat_template import ChatTemplate
 from shared.errors import ContextLengthExceeded, InvalidRequest, RequestError, ServerFault
-from shared.messages import GenerateRequest, Prompt, TokenizeRequest
+from shared.messages import Delta, GenerateRequest, LogprobEntry, Prompt, TokenizeRequest
 from shared.sampling import SamplingParams
 from shared.vocab import Vocabulary
 
@@ -34,7 +35,8 @@ class Encoded:
 
 def weigh(request: TokenizeRequest) -> int:
     """Estimate the characters of text in a request, without rendering it."""
-    return sum(len(p.text or "") + sum(_chars(m.get("content")) for m in p.messages or ()) for p in request.prompts)
+    texts = sum(len(p.text or "") + sum(_chars(m.get("content")) for m in p.messages or ()) for p in request.prompts)
+    return texts + (sum(len(p.token_ids or ()) for p in request.prompts) if request.purpose == "detokenize" else 0)
 
 
 def _chars(content: object) -> int:
@@ -55,8 +57,8 @@ class PromptEncoder:
         self._vocabulary = vocabulary
         self._template = template
 
-    def encode(self, requests: Sequence[TokenizeRequest], max_seq_len: int) -> list[Encoded | RequestError]:
-        """Encode several requests in one batch; each gets its ids or the reason why not.
+    def encode(self, requests: Sequence[TokenizeRequest], max_seq_len: int) -> list[Encoded | Delta | RequestError]:
+        """Encode several requests in one batch; each gets its ids, its whole answer, or the reason why not.
 
         Args:
             requests: together not much heavier than HEAVY_CHARS, if the caller is in a hurry.
@@ -86,9 +88,9 @@ class PromptEncoder:
     def _prompt(self, request: TokenizeRequest, prompt: Prompt, max_seq_len: int) -> str | list[int]:
         """Give a prompt's ids where they came as ids: those are taken as they are. Else its text."""
         if prompt.token_ids is not None:
-            if not prompt.token_ids:
+            if not prompt.token_ids and request.purpose == "generate":
                 raise InvalidRequest("a prompt of token ids must not be empty", param="prompt")
-            self._check_ids(prompt.token_ids, "prompt")
+            self._check_ids(prompt.token_ids, "prompt" if request.purpose == "generate" else "tokens")
             return prompt.token_ids
         text, param = prompt.text or "", "prompt"
         if prompt.messages is not None:
@@ -100,20 +102,24 @@ class PromptEncoder:
                 continue_final_message=request.continue_final_message,
                 kwargs=request.template_kwargs,
             )
-        if self._vocabulary.is_too_long(text, max_seq_len):
+        if request.purpose == "generate" and self._vocabulary.is_too_long(text, max_seq_len):
             raise ContextLengthExceeded(_too_long(max_seq_len, f"more than {max_seq_len}"), param=param)
         try:
             text.encode()
         except UnicodeEncodeError as e:
             raise InvalidRequest("the text holds half a character (a lone surrogate)", param=param) from e
-        return text
+        return text if request.add_special else self._vocabulary.encode(text, add_special=False)
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         for token_id in ids:
             if self._vocabulary.token_bytes(token_id) is None:
                 raise InvalidRequest(f"token id {token_id} is not in the model's vocabulary", param=param)
 
-    def _finish(self, request: TokenizeRequest, prompts: list[list[int]], max_seq_len: int) -> Encoded | RequestError:
+    def _finish(
+        self, request: TokenizeRequest, prompts: list[list[int]], max_seq_len: int
+    ) -> Encoded | Delta | RequestError:
+        if request.purpose != "generate":
+            return self._tell(request, prompts[0])
         try:
             fitted = [self._fit(request, ids or list(self._vocabulary.empty_ids), max_seq_len) for ids in prompts]
         except RequestError as e:
@@ -135,6 +141,14 @@ class PromptEncoder:
             ],
             num_prompts=len(prompts),
         )
+
+    def _tell(self, request: TokenizeRequest, ids: list[int]) -> Delta:
+        """Make the whole answer of a request that no engine has to see."""
+        if request.purpose == "detokenize":
+            text = self._vocabulary.decode(ids, skip_special=False)
+            return Delta(0, [], text, finish="stop", prompt_tokens=len(ids))
+        tokens = [LogprobEntry(i, 0.0, self._vocabulary.token_bytes(i) or b"") for i in ids]
+        return Delta(0, [], "", finish="stop", prompt_tokens=len(ids), prompt=tokens)
 
     def _fit(self, request: TokenizeRequest, ids: list[int], max_seq_len: int) -> tuple[list[int], SamplingParams]:
         """Check that prompt and answer have room; an answer without a limit gets all that is left."""

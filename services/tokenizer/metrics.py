@@ -18,13 +18,13 @@ from shared.metrics import (
     StreamGauges,
 )
 
-Outcome = Literal["moved", "duplicate", "rejected", "ended", "dead"]
+Outcome = Literal["moved", "told", "duplicate", "rejected", "ended", "dead"]
 _STREAM: Final = "tokenize"
 
 REQUESTS: Final = Metric(
     "millrace_tokenizer_requests_total",
     "counter",
-    "Requests done with, by outcome: moved to an engine, duplicate, rejected, ended meanwhile, dead",
+    "Requests done with, by outcome: moved to an engine, told (ids or text), duplicate, rejected, ended, dead",
     ("outcome",),
 )
 PROMPT_TOKENS: Final = Metric("millrace_tokenizer_prompt_tokens_total", "counter", "Prompt tokens made")
@@ -62,7 +62,7 @@ class TokenizerMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._requests = metrics.counter(REQUESTS)
-        for outcome in ("moved", "duplicate", "rejected", "ended", "dead"):
+        for outcome in ("moved", "told", "duplicate", "rejected", "ended", "dead"):
             self._requests.labels(outcome)
         self._prompt_tokens = metrics.counter(PROMPT_TOKENS)
         self._prompt_length = metrics.histogram(PROMPT_LENGTH)

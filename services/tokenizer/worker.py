@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from services.tokenizer.encode import HEAVY_CHARS, Encoded, PromptEncoder, weigh
 from services.tokenizer.engines import Engines
-from services.tokenizer.metrics import TokenizerMetrics
+from services.tokenizer.metrics import Outcome, TokenizerMetrics
 from shared.broker.call import Call
 from shared.broker.connection import Broker
 from shared.broker.control import aborted
@@ -36,10 +36,10 @@ _LOOK_S: Final = 1.0
 
 @dataclass(slots=True)
 class _Work:
-    """A request in hand that is ready to leave the queue: with ids to an engine, or with an error."""
+    """A request in hand that is ready to leave the queue: with ids to an engine, with its answer, or with an error."""
 
     entry: QueueEntry
-    answer: Encoded | ErrorBody
+    answer: Encoded | Delta | ErrorBody
     letter: DeadLetter | None = None
     since_s: float = field(default_factory=time.monotonic)
 
@@ -86,7 +86,7 @@ class Worker:
         self._keep_bodies = keep_bodies
         self._clock = clock
         self._held: dict[bytes, _Work] = {}
-        self._aside: dict[bytes, tuple[QueueEntry, Future[Encoded | RequestError]]] = {}
+        self._aside: dict[bytes, tuple[QueueEntry, Future[Encoded | Delta | RequestError]]] = {}
         self._next_look_s = 0.0
         metrics.watch(lambda: len(self._held), lambda: len(self._aside))
 
@@ -217,7 +217,7 @@ class Worker:
         for (entry, _), answer in zip(batch, answers, strict=True):
             self._hold(entry, answer)
 
-    def _encode_one(self, request: TokenizeRequest, limit: int) -> Encoded | RequestError:
+    def _encode_one(self, request: TokenizeRequest, limit: int) -> Encoded | Delta | RequestError:
         """Encode one request, on any thread. Whatever is wrong with it is its answer."""
         try:
             return self._encoder.encode([request], limit)[0]
@@ -226,13 +226,11 @@ class Worker:
             log.error("a request could not be encoded: %s", type(e).__name__, extra=where)
             return ServerFault("the request could not be tokenized")
 
-    def _hold(self, entry: QueueEntry, answer: Encoded | RequestError) -> None:
-        if isinstance(answer, RequestError):
-            self._held[entry.entry_id] = _Work(entry, _body(answer))
-            return
-        for prompt in answer.requests[:: max(1, len(answer.requests) // answer.num_prompts)]:
-            self._metrics.prompt(len(prompt.prompt_ids))
-        self._held[entry.entry_id] = _Work(entry, answer)
+    def _hold(self, entry: QueueEntry, answer: Encoded | Delta | RequestError) -> None:
+        if isinstance(answer, Encoded):
+            for prompt in answer.requests[:: max(1, len(answer.requests) // answer.num_prompts)]:
+                self._metrics.prompt(len(prompt.prompt_ids))
+        self._held[entry.entry_id] = _Work(entry, _body(answer) if isinstance(answer, RequestError) else answer)
 
     def _collect(self) -> None:
         """Take in what has been encoded aside."""
@@ -256,8 +254,8 @@ class Worker:
         sent: list[tuple[_Work, str, int]] = []
         for work in works:
             engine = ""
-            if isinstance(work.answer, ErrorBody):
-                calls += self._refusal(work, work.answer)
+            if not isinstance(work.answer, Encoded):
+                calls += self._ending(work, work.answer)
             else:
                 chosen = self._engines.choose(work.entry.uids[0], work.answer.num_prompt_tokens)
                 if chosen is None:
@@ -278,12 +276,13 @@ class Worker:
             if engine:
                 self._metrics.placed(time.monotonic() - work.since_s)
             if work.letter is None:
-                self._metrics.done("rejected" if outcome is None else "moved" if outcome == "OK" else "duplicate")
+                self._metrics.done(_outcome(work, outcome))
         return again
 
-    def _refusal(self, work: _Work, error: ErrorBody) -> list[Call[Any]]:
+    def _ending(self, work: _Work, answer: Delta | ErrorBody) -> list[Call[Any]]:
         """End every choice, and only then let the entry go."""
-        calls: list[Call[Any]] = [end(self._keys, uid, Delta(0, [], "", error=error)) for uid in work.entry.uids]
+        last = Delta(0, [], "", error=answer) if isinstance(answer, ErrorBody) else answer
+        calls: list[Call[Any]] = [end(self._keys, uid, last) for uid in work.entry.uids]
         if work.letter is not None:
             calls.append(bury(self._keys, work.letter))
         return [*calls, discard(self._keys, self._model, work.entry.entry_id)]
@@ -295,6 +294,12 @@ class Worker:
         self._discard(over)
         for entry in over:
             del self._held[entry.entry_id]
+
+
+def _outcome(work: _Work, moved: Moved | None) -> Outcome:
+    if moved is None:
+        return "told" if isinstance(work.answer, Delta) else "rejected"
+    return "moved" if moved == "OK" else "duplicate"
 
 
 def _body(error: RequestError) -> ErrorBody:

@@ -89,6 +89,8 @@ SAMPLES: list[msgspec.Struct] = [
         continue_final_message=True,
         cache_salt="salt",
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        purpose="tokenize",
+        add_special=False,
     ),
     GenerateRequest(
         uid=UID,

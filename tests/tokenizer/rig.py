@@ -77,6 +77,12 @@ class Rig:
         assert isinstance(entry, EndEntry) and entry.delta.error is not None, entry
         return entry.delta.error.status, entry.delta.error.code
 
+    def end_of(self, uid: str) -> Delta:
+        """Give the terminal of a uid that ended well."""
+        entry = self.broker.run(read_log(self.keys, uid))[-1]
+        assert isinstance(entry, EndEntry) and entry.delta.error is None, entry
+        return entry.delta
+
     def is_ended(self, uids: Iterable[str]) -> bool:
         """Whether the logs of all these uids have their terminal."""
         logs = self.broker.run_many([read_log(self.keys, uid) for uid in uids])

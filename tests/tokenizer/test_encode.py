@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.encode import Encoded, PromptEncoder, weigh
 from shared.errors import ContextLengthExceeded, InvalidRequest, RequestError
-from shared.messages import TokenizeRequest
+from shared.messages import Delta, TokenizeRequest
 from shared.model_files import locate
 from shared.vocab import load_vocabulary
 from tests.shared.tiny_models import byte_level_tokenizer, write_folder
@@ -162,6 +162,41 @@ def test_one_encoder_serves_many_threads(encoder: PromptEncoder) -> None:
 
 def test_a_request_whose_choices_do_not_fit_is_our_fault(encoder: PromptEncoder) -> None:
     assert error_of(encoder, make_request("a", "b", n=2, uids=["1", "2", "3"])).status == 500
+
+
+def told(encoder: PromptEncoder, *prompts: Any, **fields: Any) -> Delta:
+    answer = encoder.encode([make_request(*prompts, **fields)], LIMIT)[0]
+    assert isinstance(answer, Delta), answer
+    assert answer.ends and not answer.token_ids
+    return answer
+
+
+def test_ids_of_a_text_are_those_that_would_be_generated_from(encoder: PromptEncoder) -> None:
+    for prompt in ("Hello there!", "", chat("hi"), "\u4f60\u597d <|im_start|>"):
+        delta = told(encoder, prompt, purpose="tokenize")
+        ids = [entry.token_id for entry in delta.prompt]
+        assert delta.prompt_tokens == len(ids)
+        if ids:
+            assert [ids] == ids_of(encoder, make_request(prompt))
+        back = told(encoder, ids, purpose="detokenize")
+        assert back.text == b"".join(entry.token for entry in delta.prompt).decode()
+        assert back.text == prompt or not isinstance(prompt, str)
+
+
+def test_ids_may_be_asked_of_a_text_beyond_the_context(encoder: PromptEncoder) -> None:
+    assert told(encoder, " hello" * (LIMIT + 5), purpose="tokenize").prompt_tokens == LIMIT + 5
+
+
+def test_ids_without_what_every_prompt_begins_with(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, tokenizer=byte_level_tokenizer(bos=True), tokenizer_config={"bos_token": "<s>"})
+    encoder = make_encoder(str(folder))
+    with_bos = told(encoder, "hi", purpose="tokenize").prompt_tokens
+    assert told(encoder, "hi", purpose="tokenize", add_special=False).prompt_tokens == with_bos - 1
+
+
+def test_a_text_of_ids_that_are_none_is_refused(encoder: PromptEncoder) -> None:
+    error = error_of(encoder, make_request([1, 10**6], purpose="detokenize"))
+    assert isinstance(error, InvalidRequest) and error.param == "tokens"
 
 
 def test_weight_counts_all_text() -> None:

@@ -92,6 +92,26 @@ def test_a_bad_prompt_ends_every_choice_and_none_of_it_runs(rig: Rig, worker: Wo
     assert rig.queue_len() == 0
 
 
+def test_ids_and_text_are_told_without_an_engine(rig: Rig, worker: Worker, metrics: Metrics) -> None:
+    [ids] = rig.send("ab", purpose="tokenize")
+    [text] = rig.send([97, 98], purpose="detokenize")
+    [bad] = rig.send([10**6], purpose="detokenize")
+    waiting = rig.send("waits")
+    worker.turn(0)
+    assert [entry.token_id for entry in rig.end_of(ids).prompt] == [97, 98]
+    assert rig.end_of(text).text == "ab"
+    assert rig.error_of(bad)[0] == 400
+    assert rig.queue_len() == len(waiting) == worker.num_held
+    assert value(metrics, "millrace_tokenizer_requests_total", outcome="told") == 2
+
+
+def test_ids_and_text_survive_their_tokenizer(rig: Rig, worker: Worker) -> None:
+    [uid] = rig.send("ab", purpose="tokenize")
+    assert len(rig.broker.run(read_queue(rig.keys, MODEL, "tok-0", count=1))) == 1
+    make_claims(rig, worker, {"tok-1"}, {"tok-0": b"beat"}, lambda: 0.0).look(lambda: None)
+    assert rig.end_of(uid).prompt_tokens == 2
+
+
 def test_requests_that_ended_meanwhile_are_not_encoded(rig: Rig, worker: Worker, metrics: Metrics) -> None:
     rig.engine("e1")
     gone = rig.send("a")
