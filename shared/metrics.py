@@ -63,7 +63,7 @@ SERVICE_INFO: Final = Metric(
     "millrace_service_info",
     "gauge",
     "Always 1; says who this is",
-    ("service", "instance", "version", "model"),
+    ("service", "name", "version", "model"),
     workers="max",
 )
 READY: Final = Metric("millrace_ready", "gauge", "1 while the service takes work", workers="min")

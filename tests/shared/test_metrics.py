@@ -16,7 +16,7 @@ def test_the_page_can_be_parsed_and_says_who_it_is(metrics: Metrics) -> None:
     page = metrics.render().decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     [info] = families["millrace_service_info"].samples
-    assert info.labels == {"service": "api", "instance": "api-0", "version": "1.2", "model": 'odd "model"\n\\'}
+    assert info.labels == {"service": "api", "name": "api-0", "version": "1.2", "model": 'odd "model"\n\\'}
     assert "process_resident_memory_bytes" in families
     assert "python_gc_collections" in families
 
@@ -58,5 +58,5 @@ def test_labels_come_from_closed_sets() -> None:
 
 def test_a_table_can_be_written_down() -> None:
     text = table([SERVICE_INFO, READY])
-    assert "| `millrace_service_info` | gauge | service, instance, version, model |" in text
+    assert "| `millrace_service_info` | gauge | service, name, version, model |" in text
     assert text.count("\n") == 4
