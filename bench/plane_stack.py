@@ -56,13 +56,17 @@ class Stack:
         self.host, port = announced.split()[3].removeprefix("http://").removesuffix("/v1").split(":")
         self.port = int(port)
         self.model = announced.rpartition("(model ")[2].removesuffix(")\n")
-        pids: dict[str, int] = json.loads((self._run_dir / "pids.json").read_text())
-        self.processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+        self.processes = {name: psutil.Process(pid) for name, pid in self.pids().items()}
 
     def ports(self) -> dict[str, int]:
         """Read instance -> port."""
         ports: dict[str, int] = json.loads((self._run_dir / "ports.json").read_text())
         return ports
+
+    def pids(self) -> dict[str, int]:
+        """Read instance -> process, as it is now: the dead are started again."""
+        pids: dict[str, int] = json.loads((self._run_dir / "pids.json").read_text())
+        return pids
 
     def cpu_s(self) -> dict[str, float]:
         """Read the CPU seconds that each instance has used, with its children."""

@@ -27,6 +27,8 @@ SLOT_TTL_MS: Final = 15_000
 
 INBOX_CAP: Final = 1_000
 DEAD_CAP: Final = 1_000
+ASIDE_TTL_MS: Final = 3_600_000
+"""How long what a stranger has put in the place of one of our keys is kept, under a name of its own."""
 TOKENS_PAUSE_LEN: Final = 2_000
 """The step loop pauses while a tokens stream is longer than this: nothing unread is ever trimmed."""
 APPEND_CAP: Final = 128
@@ -36,6 +38,13 @@ LEASE_S: Final[dict[Role, float]] = {"api": 15.0, "scheduler": 5.0, "detokenizer
 SUCCEEDED_S: Final = 1.5
 """Lease of an instance whose successor lives: another one that beats under its name and on its port."""
 BEAT_S: Final = 0.5
+
+_KINDS: Final = {
+    "tokenize": "stream", "generate": "stream", "tokens": "stream", "inbox": "stream", "reply": "stream",
+    "dead": "stream", "alive": "hash", "meta": "hash", "bucket": "hash", "stream": "hash", "slots": "zset",
+    "streams": "zset", "abort": "string",
+}  # fmt: skip
+"""What the server calls the kind of each of our keys, by the word after the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +107,12 @@ class Keys:
     def dead(self) -> str:
         """Capped stream of requests and messages that were given up."""
         return f"{self.prefix}:dead"
+
+    def kind_of(self, name: str) -> str | None:
+        """Say what kind of key a name of ours stands for, as the server calls it; None if it is no name of ours."""
+        prefix, word = f"{self.prefix}:", name.removeprefix(f"{self.prefix}:").partition(":")[0]
+        return _KINDS.get(word) if name.startswith(prefix) else None
+
+    def aside(self, name: str) -> str:
+        """Name what was found under a name of ours and is none of ours."""
+        return f"{self.prefix}:strange:{name.removeprefix(f'{self.prefix}:')}"

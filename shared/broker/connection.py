@@ -37,6 +37,7 @@ class Broker:
     Attributes:
         keys: names of this installation's keys.
         url: where it is, without secrets, for logs.
+        num_strange: keys of ours that held what a stranger had put there; it was put aside.
     """
 
     def __init__(self, settings: RedisSettings, *, name: str = "millrace") -> None:
@@ -55,6 +56,7 @@ class Broker:
         self._mine = threading.local()
         self._all: WeakSet[Any] = WeakSet()
         self._lock = threading.Lock()
+        self.num_strange = 0
 
     def run(self, call: Call[T]) -> T:
         """Make one call.
@@ -74,7 +76,7 @@ class Broker:
         """
         if not calls:
             return []
-        conversation = converse(calls)
+        conversation = converse(calls, self.keys, self._put_aside)
         commands = next(conversation)
         try:
             while True:
@@ -113,6 +115,11 @@ class Broker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Close."""
         self.close()
+
+    def _put_aside(self, names: list[bytes]) -> None:
+        with self._lock:
+            self.num_strange += len(names)
+        _tell_strange(names)
 
     def _exchange(self, commands: Commands) -> list[Any]:
         connection = self._connection()
@@ -156,6 +163,7 @@ class AsyncBroker:
         self.url = str(self._dialer.target)
         self._idle: list[Any] = []
         self._room = asyncio.Semaphore(SHARED_CONNECTIONS)
+        self.num_strange = 0
 
     async def run(self, call: Call[T]) -> T:
         """Make one call. Raises as `Broker.run`."""
@@ -185,7 +193,7 @@ class AsyncBroker:
             await sentinel.aclose()
 
     async def _run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        conversation = converse(calls)
+        conversation = converse(calls, self.keys, self._put_aside)
         commands = next(conversation)
         try:
             while True:
@@ -196,6 +204,10 @@ class AsyncBroker:
         except BrokerDown:
             await self._drop()  # the others are as dead, or lead to the same server
             raise
+
+    def _put_aside(self, names: list[bytes]) -> None:
+        self.num_strange += len(names)
+        _tell_strange(names)
 
     async def _drop(self) -> None:
         while self._idle:
@@ -227,3 +239,8 @@ class AsyncBroker:
 def _warn(info: server.ServerInfo) -> None:
     for warning in server.check(info):
         _log.warning("%s", warning)
+
+
+def _tell_strange(names: list[bytes]) -> None:
+    for name in names:
+        _log.error("the key %s held something else than it must; it was put aside", name.decode(errors="replace"))

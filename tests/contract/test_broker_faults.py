@@ -270,10 +270,8 @@ def test_a_wrong_command_is_no_outage_and_does_not_show_its_arguments(broker: Br
 
 
 def test_one_failing_call_fails_the_list_and_the_connection_stays_in_step(driver: Driver) -> None:
-    key = driver.keys.reply("x")
-    driver.redis("SET", key, "text")
-    with pytest.raises(BrokerError, match="WRONGTYPE"):
-        driver.broker.run_many([command("PING"), command("XLEN", key), command("PING")])
+    with pytest.raises(BrokerError, match="unknown command"):
+        driver.broker.run_many([command("PING"), command("NOSUCHCOMMAND"), command("PING")])
     assert driver.redis("ECHO", "next") == b"next"
 
 

@@ -22,7 +22,7 @@ for b = 1, inboxes do
       else
         call('XADD', log, id, 'k', 'e', 't', blob)
         call('PEXPIRE', log, ARGV[t + 1])
-        call('XDEL', ARGV[t + 2], ARGV[t + 3])
+        redis.pcall('XDEL', ARGV[t + 2], ARGV[t + 3])
         call('SET', ARGV[t + 4], '1', 'PX', ARGV[4])
       end
       rung = rung + 1
@@ -34,7 +34,7 @@ for b = 1, inboxes do
     o = o + 4
   end
   if rung > 0 then
-    call('XADD', KEYS[b], 'MAXLEN', '~', ARGV[2], '*', 'm', array(rung) .. table.concat(rings))
+    redis.pcall('XADD', KEYS[b], 'MAXLEN', '~', ARGV[2], '*', 'm', array(rung) .. table.concat(rings))
     call('PEXPIRE', KEYS[b], ARGV[3])
   end
 end

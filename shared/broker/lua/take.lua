@@ -5,8 +5,9 @@ local entry = call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if not entry then return 'NONE' end
 local fields = {}
 for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-call('XDEL', KEYS[1], ARGV[1])
 local attempt = last(KEYS[4])
+call('XLEN', KEYS[2])                         -- all is read before anything is written: a key may be a stranger's
+call('XDEL', KEYS[1], ARGV[1])
 if not attempt or attempt == END then return 'DROPPED' end
 call('XADD', KEYS[2], '*', 'u', fields.u, 'm', fields.m, 'w', ARGV[3])
 call('PEXPIRE', KEYS[2], ARGV[4])

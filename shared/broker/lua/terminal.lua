@@ -7,6 +7,6 @@ local function terminate(log, abort, uid, said, prev, blob, abort_ttl, inboxes, 
   call('XADD', log, final, 'k', 'e', 't', blob)
   call('SET', abort, '1', 'PX', abort_ttl)
   local inbox = inboxes .. fields.r
-  call('XADD', inbox, 'MAXLEN', '~', inbox_cap, '*', 'm', array(1) .. ring(uid, prev, final) .. blob)
+  redis.pcall('XADD', inbox, 'MAXLEN', '~', inbox_cap, '*', 'm', array(1) .. ring(uid, prev, final) .. blob)
   call('PEXPIRE', inbox, inbox_ttl)
 end

@@ -10,6 +10,7 @@ from shared.broker.call import MAX_BLOCK_MS, blocking, call_script, load_script,
 from shared.broker.conversation import converse, translate
 from shared.broker.log_id import END_ATTEMPT, NO_LOG, LogId, is_end, make_end_id, make_log_id, split_log_id
 from shared.errors import BrokerDown, BrokerError, BrokerFull
+from shared.keys import Keys
 
 
 def test_log_ids() -> None:
@@ -62,7 +63,7 @@ def test_what_errors_mean(error: Exception, kind: type[BrokerError]) -> None:
 
 def test_what_cannot_be_remedied_is_not_tried_for_ever() -> None:
     call = call_script(load_script("audit"), ["k"], [1], nothing)
-    conversation = converse([call])
+    conversation = converse([call], Keys("k"))
     assert next(conversation) == [call.command]
     asked = 0
     with pytest.raises(BrokerDown):
@@ -75,7 +76,7 @@ def test_what_cannot_be_remedied_is_not_tried_for_ever() -> None:
 
 def test_only_what_is_behind_the_failure_is_repeated() -> None:
     script = call_script(load_script("audit"), ["k"], [1], list)
-    conversation = converse([script, script])
+    conversation = converse([script, script], Keys("k"))
     next(conversation)
     commands = conversation.send([[b"1-0"], rx.NoScriptError("gone")])
     assert len(commands) == 2
