@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from shared.dialect import Thoughts
+from shared.dialect import CallShapes, Thoughts
 
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 1024
@@ -41,6 +41,7 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
         lenient: a schema's keywords that cannot be enforced are left aside instead of refused.
         field: the client's field that it came in, for a refusal.
         thoughts: what may be in front of the answer; the grammar begins behind it.
+        calls: what the answer may consist of instead.
     """
 
     kind: GrammarKind
@@ -48,6 +49,7 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     lenient: bool = False
     field: str = "response_format"
     thoughts: Thoughts | None = None
+    calls: CallShapes | None = None
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

@@ -17,6 +17,7 @@ from services.api.waits import Waits
 from shared.broker import server
 from shared.broker.connection import AsyncBroker
 from shared.broker.control import Observer, beat_and_look, retire
+from shared.dialect import Dialect
 from shared.errors import BrokerError
 from shared.keys import BEAT_S, Role
 from shared.messages import Heartbeat, encode
@@ -81,6 +82,7 @@ class Fleet:
         self._beats: dict[tuple[Role, str], int] = {}
         self._changed: dict[tuple[Role, str], float] = {}
         self._models: dict[str, int] = {settings.served_model_name: int(time.time())}
+        self._dialects: dict[str, Dialect] = {}
         self._beat = 0
         self._written = b""
         self._up = metrics.gauge(BROKER_UP)
@@ -192,6 +194,14 @@ class Fleet:
     def living(self, role: Role, model: str) -> list[Heartbeat]:
         """Give the living of a role that serve a model."""
         return [beat for beat in self._living[role].values() if beat.model in (model, "")]
+
+    def dialect(self, model: str) -> Dialect | None:
+        """Say how a model writes calls and thoughts, as its tokenizers told it last; None while none has."""
+        for beat in self.living("tokenizer", model):
+            if beat.dialect is not None:
+                self._dialects[model] = beat.dialect
+                break
+        return self._dialects.get(model)
 
     def last_beat(self, role: Role, model: str) -> float:
         """Say when anybody of a role was last seen to beat (monotonic seconds), or NEVER."""

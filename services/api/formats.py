@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from services.api.answers.chat import SpokenChoice
 from services.api.error_body import encode_error
 from services.api.exchange import Choice, Exchange, count_usage
 from services.api.logprobs import CompletionLogprobs, chat_entries, decode_prompt, encode_chat
@@ -29,6 +30,11 @@ def usage_of(exchange: Exchange) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def prompt_ids(choice: Choice) -> list[int]:
+    """Give the token ids of a choice's prompt."""
+    return [entry.token_id for entry in choice.prompt]
 
 
 class Format(Protocol):
@@ -75,6 +81,8 @@ class OpenAiFormat:
         self._heads = [self._head + b'{"index":%d,' % i for i in range(job.num_choices)]
         self._tail = b'}],"usage":null}\n\n' if job.include_usage else b"}]}\n\n"
         self._plain_tail = b',"logprobs":null,"finish_reason":null' + self._tail
+        self._ids_said = [0] * job.num_choices
+        self._prompts_said: set[int] = set()
 
     def begin(self) -> bytes:
         """Give nothing: only chat has something to say first."""
@@ -84,18 +92,35 @@ class OpenAiFormat:
         """Give the usage chunk, if it was asked for, and the end mark."""
         if not self._job.include_usage:
             return DONE
-        return self._head + b'],"usage":%s}\n\n' % _json(usage_of(self._exchange)) + DONE
+        return self._head + b'],"usage":%s}\n\n' % _json(self._usage()) + DONE
 
     def error(self, error: ErrorBody) -> bytes:
         """Give the error event."""
         return b"data: %s\n\n" % encode_error(error)
 
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self._exchange)
+
     def _closing(self) -> bytes:
         if self._job.continuous_usage:
-            return b'}],"usage":%s}\n\n' % _json(usage_of(self._exchange))
+            return b'}],"usage":%s}\n\n' % _json(self._usage())
         return self._tail
 
-    def _body(self, choices: list[dict[str, Any]]) -> bytes:
+    def _new_ids(self, choice: Choice) -> bytes:
+        """Give the field with the token ids that no chunk of a choice has had yet."""
+        if not self._job.returns_ids:
+            return b""
+        begin, self._ids_said[choice.index] = self._ids_said[choice.index], len(choice.token_ids)
+        return b',"token_ids":' + _json(choice.token_ids[begin:])
+
+    def _new_prompt(self, choice: Choice) -> bytes:
+        """Give the field with the ids of a choice's prompt, once they are known; once per choice."""
+        if not self._job.returns_ids or not choice.prompt or choice.index in self._prompts_said:
+            return b""
+        self._prompts_said.add(choice.index)
+        return b',"prompt_token_ids":' + _json(prompt_ids(choice))
+
+    def _body(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
         return _json(
             {
                 "id": self._id,
@@ -104,17 +129,23 @@ class OpenAiFormat:
                 "model": self._job.model,
                 "system_fingerprint": self._fingerprint,
                 "choices": choices,
-                "usage": usage_of(self._exchange),
+                "usage": self._usage(),
+                **more,
             }
         )
 
 
 class ChatFormat(OpenAiFormat):
-    """/v1/chat/completions."""
+    """/v1/chat/completions. Where thoughts or calls may be in an answer, it is taken apart by `answers`."""
 
     object_stream = "chat.completion.chunk"
     object_whole = "chat.completion"
     id_prefix = "chatcmpl"
+
+    def __init__(self, exchange: Exchange, fingerprint: str) -> None:
+        super().__init__(exchange, fingerprint)
+        outline = self._job.outline
+        self._spoken = [SpokenChoice(outline, choice) for choice in exchange.choices] if outline else []
 
     def begin(self) -> bytes:
         """Give the role chunk of every choice."""
@@ -122,21 +153,50 @@ class ChatFormat(OpenAiFormat):
         return b"".join(head + role + self._closing() for head in self._heads)
 
     def delta(self, choice: Choice, text: str, logprobs: list[LogprobEntry], ended: Delta | None) -> bytes:
-        """Give a content chunk and, at the end, a finish chunk of its own."""
-        head = self._heads[choice.index]
-        out = b""
-        if logprobs:
-            out = head + b'"delta":{"content":%s},"logprobs":%s,"finish_reason":null%s' % (
-                _json(text), encode_chat(logprobs), self._closing(),
-            )  # fmt: skip
-        elif text:
-            tail = self._plain_tail
-            if self._job.continuous_usage:
-                tail = b',"logprobs":null,"finish_reason":null' + self._closing()
-            out = head + b'"delta":{"content":' + _json(text) + b"}" + tail
+        """Give chunks of content, thoughts and calls and, at the end, a finish chunk of its own."""
+        finish: str | None = ended.finish if ended is not None else None
+        if not self._spoken and not self._job.returns_ids and not logprobs and not self._job.continuous_usage:
+            out = (
+                self._heads[choice.index] + b'"delta":{"content":' + _json(text) + b"}" + self._plain_tail
+                if text
+                else b""
+            )
+        else:
+            deltas = [b'{"content":' + _json(text) + b"}"] if text else []
+            if self._spoken:
+                spoken = self._spoken[choice.index]
+                deltas = spoken.deltas(text, final=ended is not None)
+                finish = spoken.finish(finish)
+            out = self._chunks(choice, deltas, logprobs)
         if ended is not None:
-            out += head + b'"delta":{},"logprobs":null,"finish_reason":%s%s' % (_json(ended.finish), self._closing())
+            out += self._heads[choice.index] + b'"delta":{},"logprobs":null,"finish_reason":%s%s' % (
+                _json(finish), self._closing(),
+            )  # fmt: skip
         return out
+
+    def _chunks(self, choice: Choice, deltas: list[bytes], logprobs: list[LogprobEntry]) -> bytes:
+        """Give a chunk per delta; what belongs to tokens goes with the first, or alone if no text is certain yet."""
+        head, closing = self._heads[choice.index], self._closing()
+        lists = encode_chat(logprobs) if logprobs else b"null"
+        any_ids = self._job.returns_ids and self._ids_said[choice.index] < len(choice.token_ids)
+        ids, prompt = self._new_ids(choice), self._new_prompt(choice)
+        if not deltas and (logprobs or prompt or any_ids):
+            deltas = [b'{"content":""}']
+        out = []
+        for delta in deltas:
+            tail = closing if not prompt else b"}]" + prompt + closing[2:]
+            out.append(head + b'"delta":%s,"logprobs":%s,"finish_reason":null%s%s' % (delta, lists, ids, tail))
+            lists, ids, prompt = b"null", b"", b""
+        return b"".join(out)
+
+    def _usage(self) -> dict[str, Any]:
+        """Count, with the tokens of thoughts where those are taken out and can be told exactly."""
+        usage = super()._usage()
+        if self._job.outline is not None and self._job.outline.thoughts is not None:
+            counts = [spoken.thought_tokens for spoken in self._spoken]
+            if None not in counts:
+                usage["completion_tokens_details"] = {"reasoning_tokens": sum(filter(None, counts))}
+        return usage
 
     def whole(self, logprobs: list[list[LogprobEntry]]) -> bytes:
         """Give the `chat.completion` object."""
@@ -146,15 +206,15 @@ class ChatFormat(OpenAiFormat):
             if self._job.logprobs is not None:
                 lists = {"content": chat_entries(logprobs[choice.index]), "refusal": None}
             assert choice.ended is not None, "only complete answers are written"
-            choices.append(
-                {
-                    "index": choice.index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": lists,
-                    "finish_reason": choice.ended.finish,
-                }
-            )
-        return self._body(choices)
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            finish: str | None = choice.ended.finish
+            if self._spoken:
+                message = self._spoken[choice.index].message()
+                finish = self._spoken[choice.index].finish(finish)
+            entry = {"index": choice.index, "message": message, "logprobs": lists, "finish_reason": finish}
+            choices.append({**entry, "token_ids": choice.token_ids} if self._job.returns_ids else entry)
+        more = {"prompt_token_ids": prompt_ids(self._exchange.choices[0])} if self._job.returns_ids else {}
+        return self._body(choices, more)
 
 
 class CompletionFormat(OpenAiFormat):
@@ -187,16 +247,21 @@ class CompletionFormat(OpenAiFormat):
         lists = b"null"
         if self._logprobs:
             lists = _json(self._logprobs[choice.index].take_prompt(choice.prompt, text))
-        head = self._heads[choice.index]
-        return head + b'"text":%s,"logprobs":%s,"finish_reason":null%s' % (_json(text), lists, self._closing())
+        head, prompt = self._heads[choice.index], self._new_prompt(choice)
+        return head + b'"text":%s,"logprobs":%s,"finish_reason":null%s%s' % (
+            _json(text), lists, prompt, self._closing(),
+        )  # fmt: skip
 
     def delta(self, choice: Choice, text: str, logprobs: list[LogprobEntry], ended: Delta | None) -> bytes:
         """Give a text chunk and, at the end, a finish chunk with an empty text."""
         head = self._heads[choice.index]
         out = self._echo(choice) if choice.index in self._unechoed else b""
-        if logprobs:
-            lists = _json(self._logprobs[choice.index].take(logprobs))
-            out += head + b'"text":%s,"logprobs":%s,"finish_reason":null%s' % (_json(text), lists, self._closing())
+        if logprobs or self._job.returns_ids:
+            lists = _json(self._logprobs[choice.index].take(logprobs)) if logprobs else b"null"
+            more = self._new_ids(choice) + self._new_prompt(choice)
+            out += head + b'"text":%s,"logprobs":%s,"finish_reason":null%s%s' % (
+                _json(text), lists, more, self._closing(),
+            )  # fmt: skip
         elif text:
             tail = self._plain_tail
             if self._job.continuous_usage:
@@ -218,15 +283,16 @@ class CompletionFormat(OpenAiFormat):
                 after = form.take(logprobs[choice.index])
                 lists = {key: before.get(key, []) + values for key, values in after.items()}
             assert choice.ended is not None, "only complete answers are written"
-            choices.append(
-                {
-                    "index": choice.index,
-                    "text": echo + choice.text,
-                    "logprobs": lists,
-                    "finish_reason": choice.ended.finish,
-                }
-            )
-        return self._body(choices)
+            entry: dict[str, Any] = {
+                "index": choice.index,
+                "text": echo + choice.text,
+                "logprobs": lists,
+                "finish_reason": choice.ended.finish,
+            }
+            if self._job.returns_ids:
+                entry |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt_ids(choice)}
+            choices.append(entry)
+        return self._body(choices, {})
 
 
 class PlainFormat:

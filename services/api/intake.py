@@ -23,7 +23,9 @@ from services.api.schema import (
     Sampling,
     check_tree,
 )
-from services.api.structured import grammar_of
+from services.api.structured import grammar_of, guide
+from services.api.tools import make_outline, read_tools
+from shared.dialect import Dialect, Thoughts
 from shared.errors import InvalidRequest
 from shared.messages import Prompt
 from shared.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -41,14 +43,19 @@ def _unsupported(param: str, reason: str = "not supported by this server") -> In
     return InvalidRequest(f"{param}: {reason}", param=param, code="unsupported_parameter")
 
 
-def chat_job(body: ChatRequest, max_depth: int) -> Job:
+def chat_job(body: ChatRequest, max_depth: int, dialect: Dialect | None = None) -> Job:
     """Check a chat request.
+
+    Args:
+        body: the request.
+        max_depth: of its free-form parts.
+        dialect: how its model writes calls and thoughts; None while no tokenizer has said it.
 
     Raises:
         InvalidRequest: naming the field.
+        Unavailable: it has tools, and the dialect is not known.
     """
-    if body.modalities is not None and body.modalities != ["text"]:
-        raise _unsupported("modalities", "only text is supported by this server")
+    _refuse_what_is_not_there(body)
     if not body.messages:
         raise _bad("messages", "must hold at least one message")
     messages = [_message(m, i, max_depth) for i, m in enumerate(body.messages)]
@@ -58,21 +65,58 @@ def chat_job(body: ChatRequest, max_depth: int) -> Job:
         raise _bad("continue_final_message", "cannot be set together with add_generation_prompt")
     if continues and body.messages[-1].role != "assistant":
         raise _bad("continue_final_message", "the last message must be the assistant's")
-    kwargs = body.chat_template_kwargs or {}
-    check_tree(kwargs, "chat_template_kwargs", max_depth)
-    if body.reasoning_effort is not None:
-        kwargs = {"reasoning_effort": body.reasoning_effort, **kwargs}
+    kwargs = _template_kwargs(body, max_depth)
     if body.top_logprobs is not None and not body.logprobs:
         raise _bad("top_logprobs", "needs logprobs to be true")
     max_tokens = _limit(body, None)
     if max_tokens == 0:
         raise _bad("max_tokens", "must be at least 1")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    thoughts = _thoughts(dialect, kwargs, messages[-1]["content"] if continues else None)
+    offer = read_tools(body, dialect, thoughts, max_depth)
     job = _job("chat", body.model, [Prompt(messages=messages)], body, max_tokens, logprobs, max_depth)
-    job.tools = _tools(body, max_depth)
+    grammar = guide(job.params.grammar, offer, thoughts)
+    job.params = msgspec.structs.replace(job.params, grammar=grammar)
+    job.outline = make_outline(body, dialect, offer, thoughts)
+    job.tools = offer.shown
     job.template_kwargs = kwargs
     job.add_generation_prompt, job.continue_final_message = generation_prompt, continues
     return job
+
+
+def _refuse_what_is_not_there(body: ChatRequest) -> None:
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise _unsupported("modalities", "only text is supported by this server")
+    if body.functions is not None:
+        raise _unsupported("functions", "not supported by this server; use tools")
+    if body.function_call is not None:
+        raise _unsupported("function_call", "not supported by this server; use tool_choice")
+    if body.prediction is not None:
+        raise _unsupported("prediction")
+    if body.verbosity not in (None, "medium"):
+        raise _unsupported("verbosity", "only medium is supported by this server")
+
+
+def _template_kwargs(body: ChatRequest, max_depth: int) -> dict[str, Any]:
+    """Give further variables for the chat template; no effort at all switches thinking off."""
+    kwargs = body.chat_template_kwargs or {}
+    check_tree(kwargs, "chat_template_kwargs", max_depth)
+    if body.reasoning_effort is None:
+        return kwargs
+    off = {"enable_thinking": False, "thinking": False} if body.reasoning_effort == "none" else {}
+    return {"reasoning_effort": body.reasoning_effort, **off, **kwargs}
+
+
+def _thoughts(dialect: Dialect | None, kwargs: dict[str, Any], continued: str | None) -> Thoughts | None:
+    """Give the thoughts to expect in an answer, by the template's switch or by the message that is continued."""
+    if dialect is None or dialect.thoughts is None:
+        return None
+    if continued is not None:
+        head, opened, tail = continued.rpartition(dialect.thoughts.open)
+        is_open = bool(opened) and not head.strip() and dialect.thoughts.close not in tail
+        return msgspec.structs.replace(dialect.thoughts, begun=True) if is_open else None
+    switch = kwargs.get("enable_thinking", kwargs.get("thinking"))
+    return dialect.thoughts_for(switch if isinstance(switch, bool) else None)
 
 
 def completion_job(body: CompletionRequest, max_depth: int) -> Job:
@@ -93,7 +137,7 @@ def completion_job(body: CompletionRequest, max_depth: int) -> Job:
         job.params = msgspec.structs.replace(
             job.params,
             prompt_logprobs=body.logprobs,
-            returns_prompt=any(p.text is None for p in prompts),
+            returns_prompt=job.returns_ids or any(p.text is None for p in prompts),
         )
     return job
 
@@ -108,6 +152,8 @@ def generate_job(body: GenerateRequest, default_model: str, max_depth: int) -> J
         raise _bad("n", "must be 1 here")
     if body.stream_options is not None:
         raise _unsupported("stream_options", "not part of this interface")
+    if body.return_token_ids:
+        raise _unsupported("return_token_ids", "not part of this interface")
     prompts = _prompts(body.prompt)
     if len(prompts) != 1:
         raise _bad("prompt", "must be one prompt here")
@@ -131,7 +177,11 @@ def _job(
     if body.stream_options is not None and not body.stream:
         raise _bad("stream_options", "is only allowed when stream is true")
     options = body.stream_options
-    params = msgspec.structs.replace(_params(body, max_tokens, logprobs), grammar=grammar_of(body, max_depth))
+    params = msgspec.structs.replace(
+        _params(body, max_tokens, logprobs),
+        grammar=grammar_of(body, max_depth),
+        returns_prompt=bool(body.return_token_ids),
+    )
     return Job(
         kind=kind,
         model=model,
@@ -149,6 +199,7 @@ def _job(
         timeout_s=body.timeout,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        returns_ids=bool(body.return_token_ids),
     )
 
 
@@ -256,8 +307,9 @@ def _message(message: ChatMessage, index: int, max_depth: int) -> dict[str, Any]
         entry["name"] = message.name
     if message.tool_call_id is not None:
         entry["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        entry["reasoning_content"] = message.reasoning_content
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if thoughts is not None:
+        entry["reasoning_content"] = thoughts
     if message.tool_calls:
         if message.role != "assistant":
             raise _bad(f"{where}.tool_calls", "only the assistant calls tools")
@@ -287,20 +339,3 @@ def _content(content: str | list[dict[str, Any]] | None, where: str) -> str:
             raise _bad(f"{where}.content[{i}].{field}", "must be a string")
         texts.append(part[field])
     return "\n".join(texts)
-
-
-def _tools(body: ChatRequest, max_depth: int) -> list[dict[str, Any]] | None:
-    """Give the tools that the template is to show; calls can be offered (auto) but not forced."""
-    tools = body.tools or []
-    choice = "auto" if body.tool_choice is None else body.tool_choice
-    if not isinstance(choice, str):
-        raise _unsupported("tool_choice", "a named function cannot be forced by this server")
-    if choice not in ("none", "auto", "required"):
-        raise _bad("tool_choice", "must be none, auto, required or a named function")
-    if choice == "required":
-        raise _unsupported("tool_choice", "required cannot be served by this server")
-    plain = [msgspec.to_builtins(tool) for tool in tools]
-    for i, tool in enumerate(plain):
-        check_tree(tool, f"tools[{i}]", max_depth)
-        tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
-    return plain if plain and choice == "auto" else None

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared.broker.limits import Claim, Limits
+from shared.dialect import Outline
 from shared.ids import new_uid
-from shared.messages import Prompt
+from shared.messages import Prompt, Purpose
 from shared.sampling import SamplingParams
 
-Kind = Literal["chat", "completion", "generate"]
+Kind = Literal["chat", "completion", "generate", "tokenize", "detokenize"]
 
 _MASK = 2**64 - 1
 
@@ -44,6 +45,10 @@ class Job:
         timeout_s: deadline from the client, or None.
         resume_ms: how long the stream waits for a client to come back; 0 for one that cannot be resumed.
         created, fingerprint: what a stream that can be resumed says of itself, whoever writes it.
+        outline: what is taken out of the text of its answers, or None.
+        returns_ids: token ids are part of the answer.
+        add_special: texts begin with the tokens that every prompt begins with; only /tokenize can say no.
+        wants_texts: /tokenize gives the text of every token.
         cost_bytes: what the request weighs while it is unfinished (its body).
         limits: of its API key.
         claim: what it takes of them; None where there are none.
@@ -70,6 +75,8 @@ class Job:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special: bool = True
+    wants_texts: bool = False
     cost_bytes: int = 0
     request_id: str = ""
     arrival_ms: int = 0
@@ -82,6 +89,13 @@ class Job:
     resume_ms: int = 0
     created: int = 0
     fingerprint: str = ""
+    outline: Outline | None = None
+    returns_ids: bool = False
+
+    @property
+    def purpose(self) -> Purpose:
+        """What a tokenizer is to do with it."""
+        return self.kind if self.kind in ("tokenize", "detokenize") else "generate"
 
     @property
     def num_choices(self) -> int:

@@ -33,6 +33,8 @@ def make_request(job: Job, choices: Sequence[Choice]) -> TokenizeRequest:
         continue_final_message=job.continue_final_message,
         cache_salt=job.cache_salt,
         traceparent=job.traceparent,
+        purpose=job.purpose,
+        add_special=job.add_special,
     )
 
 
@@ -47,6 +49,7 @@ def make_header(job: Job, choice: Choice, replica: str) -> ReplyHeader:
         resumable_ms=job.resume_ms,
         request_id=job.request_id,
         index=choice.index,
+        outline=job.outline,
     )
 
 

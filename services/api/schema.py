@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from shared.dialect import MAX_FUNCTIONS
 from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.sampling import BOUNDS, MAX_LOGPROBS, MAX_N, SEED_MAX, SEED_MIN
 
@@ -26,6 +27,8 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=BOUNDS["presence_penalty"][0], le=BOUNDS["presence_penalty"][1])]
 Repetition = Annotated[float, Meta(ge=BOUNDS["repetition_penalty"][0], le=BOUNDS["repetition_penalty"][1])]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -83,6 +86,38 @@ class Tool(Strict):
     type: Literal["function"] = "function"
 
 
+class FunctionName(Strict):
+    """A function that was offered, by its name."""
+
+    name: str
+
+
+class NamedTool(Strict, tag_field="type", tag="function"):
+    """The function that must be called."""
+
+    function: FunctionName
+
+
+class AllowedFunction(Strict):
+    """One of the tools that may be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class AllowedList(Strict):
+    """Some of the tools, and whether one of them must be called."""
+
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1, max_length=MAX_FUNCTIONS)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class AllowedTools(Strict, tag_field="type", tag="allowed_tools"):
+    """Which of the tools may be called; all are shown to the model."""
+
+    allowed_tools: AllowedList
+
+
 class FunctionCall(Strict):
     """A call in the history of a conversation; arguments are what the model wrote, JSON or not."""
 
@@ -119,16 +154,13 @@ class _Ignored(Strict):
     """Extras of common clients: names, tags, billing, caching hints. No answer depends on them."""
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    verbosity: str | None = None
-    prediction: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
 
 
 class Sampling(_Ignored):
@@ -165,6 +197,7 @@ class Sampling(_Ignored):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
+    return_token_ids: bool | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -175,15 +208,18 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: Any = None
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     audio: None = None
-    functions: None = None
-    function_call: None = None
+    functions: Any = None
+    function_call: Any = None
     web_search_options: None = None
 
 
@@ -200,6 +236,7 @@ class CompletionRequest(Sampling, kw_only=True):
     reasoning_effort: None = None
     tools: None = None
     tool_choice: None = None
+    parallel_tool_calls: None = None
 
 
 class GenerateRequest(Sampling, kw_only=True):
@@ -209,11 +246,9 @@ class GenerateRequest(Sampling, kw_only=True):
     model: str | None = None
 
 
-B = TypeVar("B", ChatRequest, CompletionRequest, GenerateRequest)
+B = TypeVar("B", bound=Strict)
 
-_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest, GenerateRequest)
-}
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
 
 def parse(kind: type[B], data: bytes) -> B:
@@ -222,8 +257,11 @@ def parse(kind: type[B], data: bytes) -> B:
     Raises:
         InvalidRequest: not JSON, or a field that is unknown, missing, of another type or out of its bounds.
     """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
-        return _decoders[kind].decode(data)  # type: ignore[no-any-return]
+        return decoder.decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as e:
         raise refusal(str(e)) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from services.api.schema import Sampling, check_tree
+from services.api.tools import Offer
+from shared.dialect import Thoughts
 from shared.errors import InvalidRequest
 from shared.sampling import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
@@ -25,6 +27,26 @@ def grammar_of(body: Sampling, max_depth: int) -> Grammar | None:
     if len(found) > 1:
         raise _bad(found[1].field, f"cannot be set together with {found[0].field}")
     return found[0] if found else None
+
+
+def guide(grammar: Grammar | None, offer: Offer, thoughts: Thoughts | None) -> Grammar | None:
+    """Join what an answer must look like with the calls it may or must make, and the thoughts in front of it.
+
+    Args:
+        grammar: of the answer, or None.
+        offer: of tools.
+        thoughts: that may come first.
+
+    Raises:
+        InvalidRequest: a call is forced, so there can be no answer of another grammar.
+    """
+    if offer.forced is not None:
+        if grammar is not None and not grammar.field.startswith("response_format"):
+            raise _bad(grammar.field, "cannot be set together with a tool_choice that forces a call")
+        return offer.forced
+    if grammar is None:
+        return None
+    return msgspec.structs.replace(grammar, thoughts=thoughts, calls=offer.possible)
 
 
 def _bad(param: str, reason: str) -> InvalidRequest:

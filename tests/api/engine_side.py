@@ -14,6 +14,7 @@ from shared.broker.connection import Broker
 from shared.broker.control import beat_and_look, look
 from shared.broker.log_id import LogId, make_end_id, make_log_id
 from shared.broker.replies import Fenced, Item, OpenEntry, Terminal, append, audit, end, fence, read_log
+from shared.dialect import Dialect
 from shared.errors import BrokerDown
 from shared.keys import Role
 from shared.messages import (
@@ -78,6 +79,7 @@ class EngineSide:
         self.name = f"engine-{secrets.token_hex(4)}"
         self.max_running = max_running
         self.script: Script = words
+        self.dialect: Dialect | None = Dialect("hermes")
         self.reject: Callable[[TokenizeRequest], ErrorBody | None] = lambda request: None
         self.queued: list[TokenizeRequest] = []
         self.running: dict[str, Running] = {}
@@ -176,7 +178,8 @@ class EngineSide:
             self._beat += 1
             for role in list(self.roles):
                 beat = Heartbeat(self._beat, f"{role}-0", model=self.model, max_running=self.max_running,
-                                 max_seq_len=1_000_000, num_running=len(self.running))  # fmt: skip
+                                 max_seq_len=1_000_000, num_running=len(self.running),
+                                 dialect=self.dialect if role == "tokenizer" else None)  # fmt: skip
                 self.broker.run(beat_and_look(self.broker.keys, role, self.name, beat, (role,)))
 
     def _work(self) -> None:

@@ -11,13 +11,26 @@ from hypothesis import strategies as st
 from services.api.intake import chat_job, completion_job
 from services.api.job import mix_seed
 from services.api.schema import ChatRequest, CompletionRequest, parse
+from shared.dialect import Dialect
 from shared.errors import InvalidRequest
 from tests.api.conftest import RunningApi
 from tests.api.engine_side import MODEL, EngineSide
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+DIALECT = Dialect("hermes")
+
+
+def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+TOOL = tool({"type": "object"})
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 9}, "temperature"),
@@ -67,7 +80,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tools": [TOOL], "tool_choice": {"type": "bogus"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+    ({"tools": [TOOL], "tool_choice": allowed("g")}, "tool_choice.allowed_tools.tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+    ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex"),
+    ({"tools": "x"}, "tools"),
+    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [tool({"type": "string"})]}, "tools[0].function.parameters.type"),
+    ({"tools": [TOOL, tool({"a": [[[2**64]]]})]}, "tools[1].function.parameters"),
+    ({"tools": [tool({"title": "x" * 200_000})], "tool_choice": "required"}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"metadata": {"a": 1}}, "metadata[...]"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b/c"}}]}, "tools[0].function.name"),
     ({"messages": []}, "messages"),
@@ -106,7 +136,7 @@ RAW_REFUSED = [
 def test_a_refusal_names_the_field(change: dict[str, Any], param: str) -> None:
     body = json.dumps({**HI, **change}).encode()
     with pytest.raises(InvalidRequest) as refused:
-        chat_job(parse(ChatRequest, body), 64)
+        chat_job(parse(ChatRequest, body), 64, DIALECT)
     assert refused.value.param == param
     assert param.split("[")[0].split(".")[0] in refused.value.message
 
@@ -133,7 +163,7 @@ def test_null_means_not_given() -> None:
 
 
 def test_extras_of_common_clients_are_accepted() -> None:
-    extras = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "verbosity": "low"}
+    extras = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "verbosity": "medium"}
     more = {"safety_identifier": "s", "prompt_cache_key": "k", "parallel_tool_calls": True, "tools": []}
     assert chat_job(parse(ChatRequest, json.dumps({**HI, **extras, **more}).encode()), 64).tools is None
 
@@ -141,7 +171,7 @@ def test_extras_of_common_clients_are_accepted() -> None:
 def test_tools_are_shown_unless_none_is_chosen() -> None:
     for choice, shown in ((None, True), ("auto", True), ("none", False)):
         body = {**HI, "tools": [TOOL], "tool_choice": choice}
-        job = chat_job(parse(ChatRequest, json.dumps(body).encode()), 64)
+        job = chat_job(parse(ChatRequest, json.dumps(body).encode()), 64, DIALECT)
         assert (job.tools == [TOOL]) is shown
 
 

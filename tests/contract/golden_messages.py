@@ -38,7 +38,10 @@ THOUGHTS = Thoughts(open="<think>", close="</think>", close_id=151_668, begun=Tr
 OUTLINE = Outline(tools="hermes", functions=["f"], parallel=False, thoughts=THOUGHTS)
 DIALECT = Dialect(tools="hermes", thoughts=THOUGHTS, openings=("begun", "begun", "never"))
 SHAPE = FunctionShape(name="f", schema="{}", strict=True, field="tools.0.function.parameters")
-GRAMMAR = Grammar(kind="json_schema", text='{"type":"object"}', lenient=True, field="regex", thoughts=THOUGHTS)
+CALLS = CallShapes(tools="hermes", functions=[SHAPE], parallel=False)
+GRAMMAR = Grammar(
+    kind="json_schema", text='{"type":"object"}', lenient=True, field="regex", thoughts=THOUGHTS, calls=CALLS
+)
 PARAMS = SamplingParams(
     max_tokens=12,
     temperature=0.5,
@@ -56,7 +59,7 @@ PARAMS = SamplingParams(
     ignore_eos=True,
     prompt_logprobs=2,
     returns_prompt=True,
-    grammar=msgspec.structs.replace(GRAMMAR, thoughts=None),
+    grammar=msgspec.structs.replace(GRAMMAR, thoughts=None, calls=None),
 )
 ERROR = ErrorBody(status=500, message="launched 3 times", type="server_error", code="poison", param="messages")
 LOGPROB = LogprobEntry(token_id=9, logprob=-0.25, token=b"\xe2\x82", top=[(9, -0.25, b"\xe2\x82"), (4, -1.5, b"a")])
@@ -66,7 +69,7 @@ SAMPLES: list[msgspec.Struct] = [
     OUTLINE,
     DIALECT,
     SHAPE,
-    CallShapes(tools="hermes", functions=[SHAPE], parallel=False),
+    CALLS,
     GRAMMAR,
     PARAMS,
     ERROR,

@@ -39,10 +39,15 @@ async def _respond(request: Request, make: Callable[[bytes, ApiService], Job]) -
     return GenerationResponse(service, job)
 
 
+def _chat_job(data: bytes, service: ApiService) -> Job:
+    body = parse(ChatRequest, data)
+    return chat_job(body, service.settings.max_json_depth, service.fleet.dialect(body.model))
+
+
 @router.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
-    return await _respond(request, lambda d, s: chat_job(parse(ChatRequest, d), s.settings.max_json_depth))
+    return await _respond(request, _chat_job)
 
 
 @router.post("/v1/completions", openapi_extra=_described(CompletionRequest))

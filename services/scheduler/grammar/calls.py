@@ -25,8 +25,9 @@ def read_calls(grammar: Grammar) -> CallShapes:
 
 
 def schemas_of(grammar: Grammar) -> list[Grammar]:
-    """Give the schemas of a grammar of calls each by itself, with the fields they came in."""
-    return [Grammar("json_schema", f.schema, not f.strict, f.field) for f in read_calls(grammar).functions]
+    """Give the schemas of a grammar's calls each by itself, with the fields they came in."""
+    calls = read_calls(grammar) if grammar.kind == "calls" else grammar.calls
+    return [Grammar("json_schema", f.schema, not f.strict, f.field) for f in calls.functions] if calls else []
 
 
 def calls_grammar(calls: CallShapes, mark: Mark) -> str:
@@ -70,6 +71,18 @@ def behind_thoughts(grammar: str, thoughts: Thoughts, mark: Mark) -> str:
         end = re.escape(thoughts.close).replace("/", "\\/")
         thought = f"{_THOUGHT}[lazy]: /(?s:.*){end}/"
     front = f"{_THOUGHT} GAP?" if thoughts.begun else f"({mark(thoughts.open)} {_THOUGHT} GAP?)?"
-    first = {"name": "front", "lark_grammar": f"start: {front} @answer\n{thought}\nGAP: /\\n\\n?/"}
-    inner = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
-    return json.dumps({"grammars": [first, {**inner[0], "name": "answer"}, *inner[1:]]})
+    return _compose(f"start: {front} @guided\n{thought}\nGAP: /\\n\\n?/", guided=grammar)
+
+
+def either(answer: str, calls: str) -> str:
+    """Let an answer be of one grammar or of the other, both in llguidance's form."""
+    return _compose("start: @answer | @calls", answer=answer, calls=calls)
+
+
+def _compose(front: str, **named: str) -> str:
+    """Join grammars into a list, of which the first refers to the others by name."""
+    grammars: list[dict[str, Any]] = [{"name": "front", "lark_grammar": front}]
+    for name, grammar in named.items():
+        inner = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+        grammars += [{**inner[0], "name": name}, *inner[1:]]
+    return json.dumps({"grammars": grammars})

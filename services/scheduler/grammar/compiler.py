@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from services.scheduler.core.batch import mask_words
@@ -21,7 +22,6 @@ from services.scheduler.grammar.calls import schemas_of
 from services.scheduler.grammar.matcher import GrammarMatcher
 from services.scheduler.grammar.tokens import make_tokenizer
 from services.scheduler.grammar.translate import refusal, translate
-from shared.dialect import Thoughts
 from shared.errors import RequestError, ServerFault
 from shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from shared.vocab import Vocabulary
@@ -40,6 +40,9 @@ _LIMITS: Final = LLParserLimits(
     max_grammar_size=500_000,
 )
 """What a grammar may cost: in all, and per token. Behind them lie some hundred milliseconds, and a few."""
+_STACK_BYTES: Final = 256 << 20
+"""Of a thread that compiles. Rules that name each other in a chain are followed by recursion, and a stack that ends
+kills the process: the longest chain that MAX_GRAMMAR_BYTES can hold takes some 40 MB. Only what is used is memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,9 @@ class GrammarCompiler:
 
     def __init__(self, source: GrammarVocabulary, *, threads: int = 2) -> None:
         self._source = source
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._pool = _deep_threads(threads)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str, bool, Thoughts | None], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._control_ids: dict[str, int] = {}
         self._tokenizer: Future[LLTokenizer] = self._pool.submit(self._load)
 
@@ -98,6 +101,9 @@ class GrammarCompiler:
         state = self._compile(grammar, tokenizer)
         if state.try_consume_tokens(said_ids) != len(said_ids):
             raise ServerFault("what was said of the answer does not follow its grammar", code="grammar_mismatch")
+        state.compute_bitmask()  # here, as the lexer is built with the first mask, which may take as long as the rest
+        if state.is_error():
+            raise refusal(grammar, state.get_error())
         words = mask_words(self._source.vocab_size)
         return GrammarMatcher(state, tokenizer.eos_tokens, ignore_eos=ignore_eos, num_words=words)
 
@@ -107,7 +113,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be compiled.
         """
-        key = (grammar.kind, grammar.text, grammar.lenient, grammar.thoughts)
+        key = msgspec.msgpack.encode(msgspec.structs.replace(grammar, field=""))
         with self._lock:
             found = self._compiled.get(key)
             if found is not None:
@@ -132,10 +138,24 @@ class GrammarCompiler:
 
     def _blame(self, grammar: Grammar, tokenizer: LLTokenizer) -> None:
         """Name the schema that spoils a grammar of calls, if one does by itself."""
-        for schema in schemas_of(grammar) if grammar.kind == "calls" else ():
+        for schema in schemas_of(grammar):
             alone = LLMatcher(tokenizer, translate(schema), log_level=0, limits=_LIMITS)
             if alone.is_error():
                 raise refusal(schema, alone.get_error())
+
+
+def _deep_threads(num: int) -> ThreadPoolExecutor:
+    """Start threads with room for deep recursion."""
+    pool = ThreadPoolExecutor(num, thread_name_prefix="grammar")
+    all_there = threading.Barrier(num + 1)
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        for _ in range(num):
+            pool.submit(all_there.wait)
+    finally:
+        threading.stack_size(before)
+    all_there.wait()
+    return pool
 
 
 class _Pending:

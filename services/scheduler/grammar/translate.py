@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from services.scheduler.grammar.calls import Mark, behind_thoughts, calls_grammar, read_calls
+from services.scheduler.grammar.calls import Mark, behind_thoughts, calls_grammar, either, read_calls
 from shared.errors import InvalidRequest
 from shared.sampling import Grammar
 
@@ -32,6 +32,8 @@ def translate(grammar: Grammar, mark: Mark = json.dumps) -> str:
         InvalidRequest: it can be seen at once that it is none.
     """
     answer = _translate(grammar, mark)
+    if grammar.calls is not None:
+        answer = either(answer, calls_grammar(grammar.calls, mark))
     return behind_thoughts(answer, grammar.thoughts, mark) if grammar.thoughts else answer
 
 

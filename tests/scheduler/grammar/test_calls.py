@@ -25,6 +25,7 @@ CITY = {
 WEATHER = FunctionShape("get_weather", json.dumps(CITY), field="tools.0.function.parameters")
 TIME = FunctionShape("now", json.dumps({"type": "object", "additionalProperties": False}))
 PARIS = '{"city": "Paris"}'
+HERMES = CallShapes("hermes", [WEATHER, TIME])
 THINK = Thoughts("<think>", "</think>")
 BEGUN = Thoughts("<think>", "</think>", begun=True)
 
@@ -64,6 +65,8 @@ JSON = f'{{"name": "get_weather", "parameters": {PARIS}}}'
         (Grammar("regex", "ab+", thoughts=BEGUN), "x\n</think>\n\nabb", "abb"),
         (Grammar("json_schema", json.dumps(CITY), thoughts=THINK), f"<think></think>{PARIS}", "<think>{}"),
         (Grammar("choice", '["yes", "no"]', thoughts=THINK), "no", "<think>no"),
+        (Grammar("json_schema", json.dumps(CITY), calls=HERMES), f"{ONE}\n{TWO}", f"{PARIS}{ONE}"),
+        (Grammar("json_schema", json.dumps(CITY), calls=HERMES, thoughts=BEGUN), f"</think>{PARIS}", "Paris"),
         (Grammar("ebnf", 'root ::= "a"*', thoughts=BEGUN), "</think>\n\naa", "aa"),
     ],
 )

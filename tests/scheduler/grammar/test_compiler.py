@@ -1,5 +1,6 @@
 """What grammars allow, token by token, and what is refused with which words."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -152,27 +153,68 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler, monkeypatch: pyte
     assert len(seen) == 1
 
 
+def chained(rule: str, num: int) -> str:
+    """Rules that name each other in a chain, the last of which is an "a"; short names leave room for many."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = [f"{a}{b}{c}" for a in letters for b in letters for c in letters][:num]
+    rules = [f"{name}:{rule.format(following)}" for name, following in itertools.pairwise(names)]
+    return "\n".join([f"start:{names[0]}", *rules, f'{names[-1]}:"a"'])
+
+
+REFERENCES = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {"type": "integer"}}
 HOSTILE = [
-    Grammar("regex", "(x{1,1000}){1,1000}y"),
-    Grammar("regex", "(((((a{1,1000}){1,1000}){1,1000}){1,1000}b)c){1000}"),
-    Grammar("ebnf", 'start: start start | "a" | ""'),
-    schema({"type": "array", "minItems": 100_000, "items": {"type": "string", "pattern": "^(x|y){500,1000}z$"}}),
-    schema({"anyOf": [{"type": "string", "pattern": f"^(a|b){{{i}}}.*{i}$"} for i in range(60)]}),
+    (Grammar("regex", "(x{1,1000}){1,1000}y"), b"xxxxy", b"yxy"),
+    (Grammar("regex", "(a|b|c){100000}x{100000}"), b"abcabc", b"abx"),
+    (Grammar("ebnf", 'start: start start | "a" | ""'), b"aaaaaaaa", b"ab"),
+    (
+        schema({"type": "array", "minItems": 100_000, "items": {"type": "string", "pattern": "^(x|y){500,1000}z$"}}),
+        b'["' + b"xy" * 250 + b'z", "x',
+        b'["xyz"]',
+    ),
+    (
+        schema({"anyOf": [{"type": "string", "pattern": f"^(a|b){{{i}}}.*{i}$"} for i in range(60)]}),
+        b'"ab c2"',
+        b'"ab"]',
+    ),
+    (schema({"$defs": REFERENCES, "$ref": "#/$defs/d0"}), b"12", b"x"),
+    (Grammar("ebnf", chained("{}", 14_000)), b"a", b"aa"),
+    (Grammar("ebnf", chained('"a" {}', 9000)), b"aaaa", b"b"),
+    (Grammar("ebnf", chained('{} "a"', 9000)), b"aaaa", b"b"),
 ]
 
 
-@pytest.mark.parametrize("grammar", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_grammar_ends_in_a_refusal_or_can_be_followed(compiler: GrammarCompiler, grammar: Grammar) -> None:
+@pytest.mark.parametrize(("grammar", "good", "bad"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_grammar_is_followed_like_any_other(
+    compiler: GrammarCompiler, grammar: Grammar, good: bytes, bad: bytes
+) -> None:
     matcher = compiled(compiler, grammar)
-    if isinstance(matcher, InvalidRequest):
-        return
-    for _ in range(50):
-        mask = np.zeros(mask_words(VOCAB), np.int32)
-        if not matcher.fill(mask):
-            return
-        may = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if not len(may) or not matcher.accept(int(may[0])):
-            return
+    assert follow(matcher, good)
+    assert not follow(compiled(compiler, grammar), bad)
+
+
+TOO_HARD = [
+    Grammar("regex", "(((((a{1,1000}){1,1000}){1,1000}){1,1000}b)c){1000}"),
+    Grammar("regex", "((a{1000}){1000}){1000}"),
+    Grammar("ebnf", chained("{}?", 12_000)),
+]
+
+
+@pytest.mark.parametrize("grammar", TOO_HARD, ids=range(len(TOO_HARD)))
+def test_a_grammar_that_becomes_too_hard_is_lost_for_good(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    matcher = compiled(compiler, grammar)
+    mask = np.zeros(mask_words(VOCAB), np.int32)
+    steps = 0
+    while matcher.fill(mask) and matcher.accept(ord("a")):
+        steps += 1
+        assert steps < 50, "its limits should have ended it"
+    assert not matcher.fill(mask) and not matcher.accept(ord("a")) and not matcher.complete
+
+
+def test_a_grammar_that_was_too_hard_before_is_refused(compiler: GrammarCompiler) -> None:
+    grammar = Grammar("regex", "((b{1000}){1000}){1000}")
+    compiled(compiler, grammar).accept(ord("b"))
+    error = compiled(compiler, grammar)
+    assert isinstance(error, InvalidRequest) and "too many expressions" in error.message
 
 
 def test_a_vocabulary_that_cannot_be_loaded_is_our_fault_and_no_one_else_s(caplog: pytest.LogCaptureFixture) -> None:
