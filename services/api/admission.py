@@ -17,6 +17,8 @@ from shared.keys import BEAT_S, Role
 
 _WINDOW_S: Final = 30.0
 _MAX_WAIT_S: Final = 60.0
+MAX_ASKED: Final = 64
+"""Requests that only ask for ids or text, at once: few enough to leave the queue to those that generate."""
 
 
 class DrainRate:
@@ -45,6 +47,7 @@ class Admission:
 
     Attributes:
         num_choices: in flight here.
+        num_asked: requests in flight here that only a tokenizer answers.
         num_bytes: bodies of the requests in flight here.
         draining: nobody gets in any more.
     """
@@ -54,6 +57,7 @@ class Admission:
         self._fleet = fleet
         self._rate = DrainRate()
         self.num_choices = 0
+        self.num_asked = 0
         self.num_bytes = 0
         self.draining = False
 
@@ -76,19 +80,26 @@ class Admission:
         if job.timeout_s is not None and job.timeout_s > self._settings.max_timeout:
             limit_s = self._settings.max_timeout
             raise InvalidRequest(f"timeout: at most {limit_s:g} seconds", param="timeout", code="invalid_value")
-        self._check_services(job.model)
-        self._check_context(job)
+        self._check_services(job)
+        if job.purpose == "generate":
+            self._check_context(job)
         self._check_room(job)
 
     def enter(self, job: Job) -> None:
         """Count a job in. Every `enter` is followed by one `leave`, whatever happens."""
-        self.num_choices += job.num_choices
+        if job.purpose == "generate":
+            self.num_choices += job.num_choices
+        else:
+            self.num_asked += 1
         self.num_bytes += job.cost_bytes
 
     def leave(self, job: Job, finished: int) -> None:
         """Count a job out, with the number of its choices that had an answer."""
-        self.num_choices -= job.num_choices
         self.num_bytes -= job.cost_bytes
+        if job.purpose != "generate":
+            self.num_asked -= 1
+            return
+        self.num_choices -= job.num_choices
         self._rate.note(finished)
 
     def capacity(self, model: str) -> int:
@@ -99,14 +110,14 @@ class Admission:
         """Make the refusal of a full queue, with the measured wait."""
         return RateLimited(message, retry_after_s=self._rate.wait_s(places))
 
-    def _check_services(self, model: str) -> None:
+    def _check_services(self, job: Job) -> None:
         """A service that was here a moment ago is waited for; one that is away for longer, or never was, is not."""
         if not self._fleet.connected:
             raise Unavailable("the message broker is not reachable; try again", code="broker_unavailable")
-        if "broker memory" in self._fleet.missing(model):
+        if "broker memory" in self._fleet.missing(job.model):
             raise Unavailable("the message broker is short of memory; try again", code="broker_full")
-        for role in WORKERS:
-            if self._fleet.away_s(role, model) > self._settings.missing_grace:
+        for role in roles_of(job):
+            if self._fleet.away_s(role, job.model) > self._settings.missing_grace:
                 raise service_away(NAMES[role])
 
     def _check_context(self, job: Job) -> None:
@@ -126,12 +137,20 @@ class Admission:
         settings = self._settings
         capacity = self.capacity(job.model)
         inside = self.num_choices + self._fleet.num_open_elsewhere
-        if inside and inside + job.num_choices > capacity:
+        if job.purpose != "generate":
+            if self.num_asked >= MAX_ASKED:
+                raise RateLimited("too much is being tokenized at this server", retry_after_s=1)
+        elif inside and inside + job.num_choices > capacity:
             raise self.full("too many requests are waiting for this model", inside + job.num_choices - capacity)
         if load.queued_tokens > settings.max_queued_tokens:
             raise self.full("too many prompt tokens are waiting for this model", max(1, load.waiting // 2))
         if self.num_bytes and self.num_bytes + job.cost_bytes > settings.max_inflight_bytes:
             raise self.full("too much is in flight at this server", 1)
+
+
+def roles_of(job: Job) -> tuple[Role, ...]:
+    """Name the services that a job needs."""
+    return WORKERS if job.purpose == "generate" else ("tokenizer",)
 
 
 def service_away(name: str) -> Unavailable:

@@ -2,12 +2,10 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -16,8 +14,9 @@ from starlette.types import ASGIApp
 from services.api.error_body import error_response, to_body
 from services.api.gate import Gate
 from services.api.limits import LIMIT_PARTS
-from services.api.routes import generation, health, models, page, pipeline
-from services.api.schema import ChatRequest, CompletionRequest, GenerateRequest
+from services.api.openapi import describer
+from services.api.routes import docs, generation, health, models, page, pipeline, tokenize
+from services.api.routes.health import PUBLIC_PATHS
 from services.api.service import ApiService
 from shared.errors import InvalidRequest, MillraceError
 from shared.version import VERSION
@@ -37,14 +36,15 @@ def create_app(service: ApiService) -> ASGIApp:
         finally:
             await service.stop()
 
-    app = FastAPI(title="Millrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title="Millrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.service = service
-    for router in (generation.router, models.router, health.router, pipeline.router, page.router):
-        app.include_router(router)
+    for part in (generation, tokenize, models, health, pipeline, docs, page):
+        app.include_router(part.router)
     app.add_exception_handler(MillraceError, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    public = PUBLIC_PATHS | (frozenset() if service.settings.metrics_key else {"/metrics"})
+    app.openapi = describer(app, public=public, has_keys=bool(service.keys))  # type: ignore[method-assign]
     gated: ASGIApp = Gate(app, service)
     origins = list(service.settings.cors_origins)
     if origins:
@@ -70,12 +70,3 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return await _answer(request, InvalidRequest("the request's parameters are not valid"))
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Describe the routes with the bodies that `schema.py` declares."""
-    if app.openapi_schema is None:
-        kinds = (ChatRequest, CompletionRequest, GenerateRequest)
-        _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-        described = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        described.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        app.openapi_schema = described
-    return app.openapi_schema

@@ -101,6 +101,9 @@ class KeyStore:
         self._ring = KeyRing([])
         self._load()
 
+    def __bool__(self) -> bool:
+        return bool(self._ring)
+
     def tenant(self, authorization: bytes | None) -> Tenant:
         """Find whose key an Authorization header carries. Raises as `KeyRing.tenant`."""
         return self._ring.tenant(authorization)

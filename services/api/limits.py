@@ -57,10 +57,7 @@ def make_claim(job: Job) -> Claim | None:
         return None
     answer = ANSWER_GUESS if job.params.max_tokens is None else job.params.max_tokens
     tokens = math.ceil(job.cost_bytes / BYTES_PER_TOKEN) + answer * job.num_choices
-    return Claim(job.tenant, job.uids[0], job.limits, tokens if job.kind in _GENERATING else 0)
-
-
-_GENERATING: Final = ("chat", "completion", "generate")
+    return Claim(job.tenant, job.uids[0], job.limits, tokens if job.purpose == "generate" else 0)
 
 
 def refuse(claim: Claim, opened: Opened) -> KeyLimited:
@@ -130,7 +127,7 @@ class LimitKeeper:
             return
         prompt, _, completion = count_usage(exchange)
         if len(self._settled) < _CAP:
-            self._settled[claim.id] = claim, prompt + completion
+            self._settled[claim.id] = claim, prompt + completion if exchange.job.purpose == "generate" else 0
         self._wake.set()
 
     async def run(self) -> None:

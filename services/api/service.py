@@ -11,11 +11,11 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from services.api.admission import Admission, opened_in_vain, service_away
+from services.api.admission import Admission, opened_in_vain, roles_of, service_away
 from services.api.auth import KeyStore
 from services.api.error_body import to_body
 from services.api.exchange import Exchange, count_usage
-from services.api.fleet import NAMES, WORKERS, Fleet
+from services.api.fleet import NAMES, Fleet
 from services.api.hops import Hops
 from services.api.janitor import Janitor
 from services.api.limits import KeyLimited, LimitKeeper, make_claim
@@ -262,7 +262,7 @@ class ApiService:
     def _check_services(self, exchange: Exchange) -> None:
         """End a request that waits for a service which stays away."""
         model = exchange.job.model
-        for role in WORKERS:
+        for role in roles_of(exchange.job):
             away = self.fleet.away_s(role, model)
             in_vain = not exchange.started and opened_in_vain(
                 self.fleet, role, exchange.opened_at, model, self.settings.missing_grace

@@ -37,6 +37,7 @@ class ApiSettings(ServiceSettings):
         disable_page: answer 404 for the page at `/`; /v1/pipeline, which it shows, stays.
         cors_origins: origins that browsers may call from; empty answers no preflight.
         max_body_bytes: largest request body; a larger one is refused with 413.
+        max_tokenize_bytes: largest body of /tokenize and /detokenize.
         max_header_bytes: largest head of a request.
         max_inflight_bytes: bodies of all unfinished requests of this replica together.
         max_json_depth: nesting of the free-form parts of a body (tools, template arguments).
@@ -69,6 +70,7 @@ class ApiSettings(ServiceSettings):
     disable_page: bool = False
     cors_origins: CommaList = ()
     max_body_bytes: int = Field(default=16 << 20, ge=1024, le=1 << 30)
+    max_tokenize_bytes: int = Field(default=1 << 20, ge=1024, le=1 << 26)
     max_header_bytes: int = Field(default=64 << 10, ge=4096, le=1 << 20)
     max_inflight_bytes: int = Field(default=256 << 20, ge=1 << 20)
     max_json_depth: int = Field(default=64, ge=4, le=256)

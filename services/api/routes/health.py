@@ -9,6 +9,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from services.api.answer_schema import Liveness, Readiness, Startup, Version
+from services.api.openapi import described
 from services.api.service import ApiService
 from shared.metrics import CONTENT_TYPE
 from shared.version import VERSION
@@ -25,14 +27,14 @@ def _json(status: int, body: dict[str, object]) -> Response:
 
 
 @router.head("/livez", include_in_schema=False)
-@router.get("/livez")
+@router.get("/livez", openapi_extra=described(None, Liveness))
 async def livez() -> Response:
     """Say that the process lives: its event loop answers."""
     return _json(200, {"alive": True})
 
 
 @router.head("/startupz", include_in_schema=False)
-@router.get("/startupz")
+@router.get("/startupz", openapi_extra=described(None, Startup, busy=True))
 async def startupz(request: Request) -> Response:
     """Say whether starting is over."""
     service: ApiService = request.app.state.service
@@ -41,9 +43,9 @@ async def startupz(request: Request) -> Response:
 
 
 @router.head("/readyz", include_in_schema=False)
-@router.get("/readyz")
+@router.get("/readyz", openapi_extra=described(None, Readiness, busy=True))
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", openapi_extra=described(None, Readiness, busy=True))
 async def readyz(request: Request) -> Response:
     """Say whether requests would be served, and what is missing if not."""
     service: ApiService = request.app.state.service
@@ -51,7 +53,7 @@ async def readyz(request: Request) -> Response:
     return _json(503 if missing else 200, {"ready": not missing, "missing": missing})
 
 
-@router.get("/version")
+@router.get("/version", openapi_extra=described(None, Version))
 async def version() -> Response:
     """Name the release."""
     return _json(200, {"version": VERSION})

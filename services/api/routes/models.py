@@ -4,6 +4,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from services.api.answer_schema import ModelCard, ModelList
+from services.api.openapi import described
 from services.api.service import ApiService
 from shared.errors import ModelNotFound
 
@@ -16,14 +18,14 @@ def _model(service: ApiService, name: str, created: int) -> dict[str, Any]:
     return {**entry, "max_model_len": context} if context else entry
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", openapi_extra=described(None, ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
     """List them."""
     service: ApiService = request.app.state.service
     return {"object": "list", "data": [_model(service, name, at) for name, at in service.fleet.models.items()]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", openapi_extra=described(None, ModelCard))
 async def get_model(name: str, request: Request) -> dict[str, Any]:
     """Describe one; ids may hold slashes, plain or escaped."""
     service: ApiService = request.app.state.service
