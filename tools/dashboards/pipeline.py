@@ -67,7 +67,7 @@ STREAMS: Final = Row("Streams of the broker", [
           [Query(q.gauge(common.STREAM_PENDING, how="max", stream="tokenize"), "tokenize"),
            Query(q.gauge(common.STREAM_PENDING, "stream", stream="~generate|tokens"), "{{stream}}")],
           empty="No reader"),
-    Panel("Length", "All entries of a stream; tokens are held back at 512 per shard.", "short",
+    Panel("Length", "All entries of a stream; engines pause when 2,000 wait in one of the tokens streams.", "short",
           [Query(q.gauge(common.STREAM_LENGTH, how="max", stream="tokenize"), "tokenize"),
            Query(q.gauge(common.STREAM_LENGTH, "stream", stream="~generate|tokens"), "{{stream}}")],
           empty="No reader"),
