@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak lint lint-ops fmt env-example clean build up down ps logs lock sbom
+.PHONY: help run dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak lint lint-ops fmt dashboards pictures env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -106,6 +106,12 @@ bench-plane: $(VENV)/.dev-ready ## Measure the token plane: make bench-plane [AR
 
 soak: $(VENV)/.dev-ready ## Ask 10,000 times and see what is left: make soak [ARGS="--requests 1000"]
 	@$(BIN)/python -m bench.soak $(ARGS)
+
+dashboards: $(VENV)/.dev-ready ## Write the dashboards and docs/metrics.md from the metric tables
+	@$(BIN)/python -m tools.dashboards && $(BIN)/python -m tools.metrics_doc
+
+pictures: $(VENV)/.dev-ready ## Draw the dashboards from a load run: docs/pictures; needs Prometheus on the PATH
+	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m tools.dashboards.pictures
 
 env-example: $(VENV)/.dev-ready ## Write .env.example from the settings classes
 	@$(BIN)/python -m tools.env_example
