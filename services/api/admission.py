@@ -15,6 +15,8 @@ from services.api.settings import ApiSettings
 from shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, RateLimited, Unavailable
 from shared.keys import BEAT_S, Role
 
+MAX_READERS: Final = 2_000
+"""Streams that clients come back to, read at once by one replica."""
 _WINDOW_S: Final = 30.0
 _MAX_WAIT_S: Final = 60.0
 MAX_ASKED: Final = 64
@@ -84,6 +86,17 @@ class Admission:
         if job.purpose == "generate":
             self._check_context(job)
         self._check_room(job)
+
+    def check_reader(self, num_readers: int) -> None:
+        """Judge whether one more may come back to a stream here, where so many do already.
+
+        Raises:
+            RateLimited: too many. Unavailable: draining.
+        """
+        if self.draining:
+            raise Unavailable("the server is shutting down", code="shutting_down", retry_after_s=5)
+        if num_readers >= MAX_READERS:
+            raise RateLimited("too many streams are being resumed at this server", retry_after_s=1)
 
     def enter(self, job: Job) -> None:
         """Count a job in. Every `enter` is followed by one `leave`, whatever happens."""

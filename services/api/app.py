@@ -15,14 +15,19 @@ from services.api.error_body import error_response, to_body
 from services.api.gate import Gate
 from services.api.limits import LIMIT_PARTS
 from services.api.openapi import describer
-from services.api.routes import docs, generation, health, models, page, pipeline, tokenize
+from services.api.routes import docs, generation, health, models, page, pipeline, streams, tokenize
 from services.api.routes.health import PUBLIC_PATHS
 from services.api.service import ApiService
 from shared.errors import InvalidRequest, MillraceError
 from shared.version import VERSION
 
 _CORS_MAX_AGE_S: Final = 600
-_EXPOSED: Final = ("X-Request-Id", "Retry-After", *(f"X-RateLimit-{part}" for part in LIMIT_PARTS))
+_EXPOSED: Final = (
+    "X-Request-Id",
+    "X-Millrace-Stream-Id",
+    "Retry-After",
+    *(f"X-RateLimit-{part}" for part in LIMIT_PARTS),
+)
 
 
 def create_app(service: ApiService) -> ASGIApp:
@@ -36,9 +41,11 @@ def create_app(service: ApiService) -> ASGIApp:
         finally:
             await service.stop()
 
-    app = FastAPI(title="Millrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Millrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
     app.state.service = service
-    for part in (generation, tokenize, models, health, pipeline, docs, page):
+    for part in (generation, tokenize, models, streams, health, pipeline, docs, page):
         app.include_router(part.router)
     app.add_exception_handler(MillraceError, _answer)
     app.add_exception_handler(HTTPException, _answer)
@@ -51,7 +58,7 @@ def create_app(service: ApiService) -> ASGIApp:
         gated = CORSMiddleware(
             gated,
             allow_origins=origins,
-            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=_EXPOSED,
             max_age=_CORS_MAX_AGE_S,

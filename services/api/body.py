@@ -11,6 +11,7 @@ from services.api.schema import too_large
 from services.api.settings import ApiSettings
 from shared.errors import InvalidRequest, UnsupportedMedia
 
+RESUME: Final = "X-Millrace-Resume"
 _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 
 
@@ -79,12 +80,13 @@ def read_traceparent(request: Request) -> str:
     return value if _TRACEPARENT.match(value) else ""
 
 
-def refuse_resume(request: Request) -> None:
-    """Refuse what only a resumable stream could honour.
+def wants_resume(request: Request) -> bool:
+    """Whether the client asks for a stream that it can come back to.
 
     Raises:
-        InvalidRequest: the client asks for a stream that can be resumed.
+        InvalidRequest: the header is neither 0 nor 1.
     """
-    if request.headers.get("x-millrace-resume", "0") != "0":
-        name = "X-Millrace-Resume"
-        raise InvalidRequest(f"{name}: not supported by this server", param=name, code="unsupported_parameter")
+    value = request.headers.get(RESUME, "0").strip()
+    if value not in ("0", "1"):
+        raise InvalidRequest(f"{RESUME}: must be 0 or 1", param=RESUME, code="invalid_value")
+    return value == "1"

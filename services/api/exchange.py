@@ -40,8 +40,8 @@ class Choice:
 
     __slots__ = (
         "again", "attempt", "behind", "cached_tokens", "closed", "ended", "entry", "exchange", "held_at", "index",
-        "last_id", "logprobs", "opened", "prompt", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids", "touched",
-        "uid", "unheld",
+        "last_id", "logprobs", "opened", "prompt", "prompt_tokens", "reading", "reopens", "said", "texts", "token_ids",
+        "touched", "uid", "unheld",
     )  # fmt: skip
 
     def __init__(self, exchange: "Exchange", uid: str, index: int) -> None:
@@ -119,7 +119,6 @@ class Exchange:
         lagging: some choice is behind: its log holds what the slow client has not been told.
         silent_since: monotonic seconds since nothing was written; the sweep asks for a comment by it.
         sending_since: monotonic seconds when the write that is under way began; 0 between writes.
-        levels: what is left of the API key's limits, where it has any.
         follows: nobody rings for it: it reads a stream that was opened elsewhere, or by a client that left.
         announced: its client knows the stream's id, and so can come back to it.
         levels: what is left of the API key's limits, where it has any.

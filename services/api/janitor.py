@@ -29,14 +29,17 @@ class Janitor:
         self._broker = broker
         self._ends: dict[str, ErrorBody] = {}
         self._deletes: dict[str, None] = {}
+        self._kept: set[str] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def end(self, uid: str, reason: ErrorBody) -> None:
-        """End a uid, wherever it is, and delete its log."""
+    def end(self, uid: str, reason: ErrorBody, *, keep: bool = False) -> None:
+        """End a uid, wherever it is, and delete its log; with `keep` the log lives out its time."""
         if len(self._ends) < _CAP:
             self._ends[uid] = reason
+            if keep:
+                self._kept.add(uid)
         self._notify()
 
     def delete(self, uid: str) -> None:
@@ -62,6 +65,7 @@ class Janitor:
                 log.exception("reply logs could not be ended or deleted; they die by their time to live")
                 self._ends.clear()
                 self._deletes.clear()
+                self._kept.clear()
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until nothing is left to do; False if it took longer."""
@@ -79,10 +83,12 @@ class Janitor:
         """Do a batch in one round trip; what it took is struck off only when the broker has answered."""
         keys = self._broker.keys
         ends = dict(list(self._ends.items())[:_BATCH])
-        deletes = [*ends, *list(self._deletes)[:_BATCH]]
+        deletes = [*(uid for uid in ends if uid not in self._kept), *list(self._deletes)[:_BATCH]]
         calls: list[Call[Any]] = [end(keys, uid, Delta(0, [], "", error=why)) for uid, why in ends.items()]
-        calls.append(delete_logs(keys, deletes))
+        if deletes:
+            calls.append(delete_logs(keys, deletes))
         await self._broker.run_many(calls)
-        for uid in deletes:
+        for uid in (*ends, *deletes):
             self._ends.pop(uid, None)
             self._deletes.pop(uid, None)
+            self._kept.discard(uid)

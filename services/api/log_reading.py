@@ -10,7 +10,7 @@ from typing import Literal
 
 from shared.broker.log_id import NO_LOG, LogId, is_end, split_log_id
 from shared.broker.replies import EndEntry, LogEntry, OpenEntry, TokensEntry
-from shared.messages import Delta
+from shared.messages import Delta, Said
 
 Verdict = Literal["continue", "reopen", "lost"]
 
@@ -43,12 +43,13 @@ def _tokens(entry: LogEntry) -> list[int]:
     return []
 
 
-def read(entries: Sequence[LogEntry], said: Sequence[int]) -> Reading:
-    """Compare a whole log with the token ids that its client was told.
+def read(entries: Sequence[LogEntry], said: Sequence[int], num_chars: int = 0) -> Reading:
+    """Compare a whole log with the token ids that its client was told, in so many characters.
 
     Invariant of the loop: `count` tokens of the log lie before the entry at hand; the first len(said) of the log
     equal `said`, so an entry is either told already, or begins exactly where the telling stopped, or straddles
-    that point (two flushes that were cut differently), which no text can be taken out of.
+    that point (two flushes that were cut differently), which no text can be taken out of. Only of a stream that
+    several follow can the log have been opened again with more than was told here.
     """
     if not entries:
         return Reading("reopen")
@@ -63,7 +64,29 @@ def read(entries: Sequence[LogEntry], said: Sequence[int]) -> Reading:
         return Reading("lost", final.log_id, [], attempt, entry)
     if disagrees:
         return Reading("reopen", final.log_id, [], attempt, entry)
-    return _continue(entries, len(said), attempt, entry)
+    reading = _continue(entries, len(said), attempt, entry)
+    head = entries[0]
+    if reading.verdict == "continue" and isinstance(head, OpenEntry) and head.said is not None:
+        more = _rest(head.said, len(said), num_chars)
+        if more is not None:
+            reading.fresh.insert(0, (head.log_id, more))
+            reading.last = NO_LOG
+    return reading
+
+
+def _rest(told: Said, num_tokens: int, num_chars: int) -> Delta | None:
+    """Give what a log was opened again with beyond what was told here."""
+    if len(told.token_ids) <= num_tokens:
+        return None
+    return Delta(
+        num_tokens + 1,
+        told.token_ids[num_tokens:],
+        told.text[num_chars:],
+        told.logprobs[num_tokens:],
+        prompt_tokens=told.prompt_tokens,
+        cached_tokens=told.cached_tokens,
+        prompt=[] if num_tokens else told.prompt,
+    )
 
 
 def follow(entries: Sequence[LogEntry], last: LogId) -> Reading | None:

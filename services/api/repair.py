@@ -8,7 +8,7 @@ with what was told, and one that ended well but disagrees ends the answer with `
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from services.api import log_reading
@@ -18,7 +18,7 @@ from services.api.metrics import ApiMetrics
 from services.api.requests import make_repair, make_request
 from shared.broker.connection import AsyncBroker
 from shared.broker.log_id import LogId, split_log_id
-from shared.broker.replies import Glance, read_log, sweep
+from shared.broker.replies import Glance, LogEntry, read_log, sweep
 from shared.broker.streams import is_queued, open_request
 from shared.errors import BrokerDown, BrokerError, WireError
 from shared.messages import ErrorBody
@@ -80,7 +80,14 @@ class Repair:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def sweep(self, choices: Mapping[str, Choice], *, everything: bool = False) -> None:
+    def take_up(self, choice: Choice, entries: Sequence[LogEntry]) -> None:
+        """Begin to follow a log from its first entry: what a client came back to."""
+        choice.opened = True
+        reading = log_reading.read(entries, choice.token_ids)
+        choice.attempt, choice.entry = reading.attempt, reading.entry
+        self._continue(choice, reading)
+
+    async def sweep(self, choices: Collection[Choice], *, everything: bool = False) -> None:
         """Look at the logs of silent requests, of all at once after a lost connection.
 
         Raises:
@@ -88,18 +95,20 @@ class Repair:
         """
         now = time.monotonic()
         if everything:  # whoever holds a request could say so no more than we could hear it
-            for choice in choices.values():
+            for choice in choices:
                 choice.held_at = now
         silent = [
             c
-            for c in choices.values()
+            for c in choices
             if c.opened and c.ended is None and not c.reading and not c.behind
             and (everything or now - c.touched >= self._repair_after)
         ]  # fmt: skip
-        for at in range(0, len(silent), _SWEEP_BATCH):
-            batch = silent[at : at + _SWEEP_BATCH]
-            glances = await self._broker.run(sweep(self._broker.keys, [c.uid for c in batch]))
-            await self._judge(zip(batch, glances, strict=True))
+        for several in (False, True):
+            alike = [c for c in silent if bool(c.exchange.job.resume_ms) == several]
+            for at in range(0, len(alike), _SWEEP_BATCH):
+                batch = alike[at : at + _SWEEP_BATCH]
+                glances = await self._broker.run(sweep(self._broker.keys, [c.uid for c in batch], several=several))
+                await self._judge(zip(batch, glances, strict=True))
 
     async def _judge(self, seen: Iterable[tuple[Choice, Glance]]) -> None:
         now = time.monotonic()
@@ -153,7 +162,7 @@ class Repair:
         reading = await self._follow(choice) if choice.said else None
         if reading is None:
             entries = await self._broker.run(read_log(self._broker.keys, choice.uid))
-            reading = log_reading.read(entries, choice.token_ids)
+            reading = log_reading.read(entries, choice.token_ids, len(choice.text))
         if choice.ended is not None:
             return
         choice.attempt = max(choice.attempt, reading.attempt)
@@ -201,7 +210,8 @@ class Repair:
             choice.again = True
             return
         if choice.is_closed():  # its client left during the round trip: its end may have come before this log
-            self._end_stray(choice.uid)
+            if not choice.exchange.job.resume_ms:
+                self._end_stray(choice.uid)
             return
         choice.last_id, choice.entry = opened.log_ids[0], opened.entry
         choice.attempt = split_log_id(opened.log_ids[0])[0]

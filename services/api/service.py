@@ -20,6 +20,7 @@ from services.api.hops import Hops
 from services.api.janitor import Janitor
 from services.api.limits import KeyLimited, LimitKeeper, make_claim
 from services.api.metrics import ApiMetrics
+from services.api.readers import Readers
 from services.api.repair import SWEEP_S, Repair
 from services.api.replies import CLIENT_GONE, Replies
 from services.api.settings import ApiSettings
@@ -65,6 +66,7 @@ class ApiService:
             repair_after=settings.repair_after, reopen_after=settings.reopen_after,
             end_stray=lambda uid: self.janitor.end(uid, CLIENT_GONE),
         )  # fmt: skip
+        self.readers = Readers(self.broker, self.repair, self.metrics, life_ms=int(settings.resume_for * 1000))
         self.replies = Replies(self.broker, self.incarnation, self.janitor, self.repair, self.metrics)
         self.admission = Admission(settings, self.fleet)
         self.limits = LimitKeeper(self.broker)
@@ -80,6 +82,7 @@ class ApiService:
             ("heart", self._connect_and_beat()),
             ("inbox", self.replies.run()),
             ("janitor", self.janitor.run()),
+            ("readers", self.readers.run()),
             ("sweep", self._sweep_forever()),
             ("limits", self.limits.run()),
             ("keys", self.keys.watch(self.metrics.keys_read)),
@@ -126,10 +129,14 @@ class ApiService:
 
     def enter(self, exchange: Exchange) -> None:
         """Count a request in."""
+        self.metrics.streams_open.inc()
+        if exchange.follows:
+            self.replies.exchanges.add(exchange)
+            self.metrics.resumed.inc()
+            return
         self.admission.enter(exchange.job)
         self.fleet.num_open = self.admission.num_choices
         self.metrics.in_flight.inc(len(exchange.choices))
-        self.metrics.streams_open.inc()
 
     async def open(self, exchange: Exchange) -> None:
         """Queue a request.
@@ -180,12 +187,17 @@ class ApiService:
         """Leave nothing of a request behind, and write it into the books."""
         error = exchange.first_error()
         self.replies.close(exchange, error or CLIENT_GONE)
+        self.readers.leave(exchange)
+        self.metrics.streams_open.dec()
+        if exchange.follows:
+            return
         self.limits.leave(exchange)
         finished = sum(choice.ended is not None for choice in exchange.choices)
         self.admission.leave(exchange.job, finished)
         self.fleet.num_open = self.admission.num_choices
         self.metrics.in_flight.dec(len(exchange.choices))
-        self.metrics.streams_open.dec()
+        if exchange.job.purpose != "generate":
+            return
         for choice in exchange.choices:
             self.metrics.finish(_reason(choice.ended.finish if choice.ended else None, error))
             if choice.said:
@@ -237,7 +249,8 @@ class ApiService:
                 continue
             everything, self._sweep_all = self._sweep_all, False
             try:
-                await self.repair.sweep(self.replies.choices, everything=everything)
+                choices = [*self.replies.choices.values(), *self.readers.followed_choices()]
+                await self.repair.sweep(choices, everything=everything)
             except BrokerError as e:
                 log.debug("a sweep was cut short: %s", e)
                 self._sweep_all = self._sweep_all or everything

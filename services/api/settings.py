@@ -50,6 +50,7 @@ class ApiSettings(ServiceSettings):
         body_timeout: seconds a client may take to send its body.
         keep_alive: seconds an idle HTTP connection is kept.
         sse_comment_interval: seconds of silence after which a stream gets a comment line.
+        resume_for: seconds a stream that can be resumed waits for its client, and is kept after its end.
         missing_grace: seconds a service may be away (a restart) before new requests are refused.
         no_engine_timeout: seconds a running request waits for an engine before it ends with a 503.
         max_timeout: largest deadline a client may ask for, seconds.
@@ -83,6 +84,7 @@ class ApiSettings(ServiceSettings):
     body_timeout: float = Field(default=60.0, gt=0)
     keep_alive: int = Field(default=90, ge=1, le=3600)
     sse_comment_interval: float = Field(default=15.0, gt=0, le=300)
+    resume_for: float = Field(default=60.0, ge=0.1, le=3600)
     missing_grace: float = Field(default=8.0, ge=0)
     no_engine_timeout: float = Field(default=60.0, ge=1)
     max_timeout: float = Field(default=86_400.0, gt=0)

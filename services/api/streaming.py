@@ -51,16 +51,24 @@ class GenerationResponse(Response):
             service.metrics.refused.labels("queue_full").inc()
             raise
         job.name_choices()
-        exchange = Exchange(job, service.settings.max_unsent_bytes)
+        await self._answer(Exchange(job, service.settings.max_unsent_bytes), scope, receive, send)
+
+    async def _open(self, exchange: Exchange, scope: Scope) -> None:
+        """Queue the request."""
+        service = self._service
+        service.metrics.intake.observe(exchange.opened_at - scope["state"]["began"])
+        await service.open(exchange)
+        tell_limits(scope, exchange)
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
         watcher = asyncio.create_task(_watch(receive, exchange))
         alarm = _set_alarm(exchange)
         service.enter(exchange)
-        service.metrics.intake.observe(exchange.opened_at - scope["state"]["began"])
         try:
-            await service.open(exchange)
-            tell_limits(scope, exchange)
+            await self._open(exchange, scope)
             # In a task of its own, because waking one walks all its frames, and the framework's below us are many.
-            answer = (self._stream if job.stream else self._collect)(exchange, scope, receive, send)
+            answer = (self._stream if exchange.job.stream else self._collect)(exchange, scope, receive, send)
             exchange.task = asyncio.create_task(answer)
             await exchange.task
         except asyncio.CancelledError:
@@ -155,7 +163,6 @@ class GenerationResponse(Response):
             return
         body = make_format(exchange, self._service.fingerprint(exchange.job.model)).whole(logprobs)
         await Response(body, 200, media_type="application/json")(scope, receive, send)
-
 
     async def _refuse(self, error: ErrorBody, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error alone: nothing was written yet."""

@@ -17,6 +17,7 @@ LAPSE_CAP: Final = 64
 
 Kept = Literal["OK", "UNKNOWN", "FULL"]
 
+_COMPLETE = load_script("complete")
 _KEEP, _ATTACH, _LAPSE = (
     load_script("keep", "stream"),
     load_script("attach", "stream"),
@@ -92,9 +93,9 @@ def lapse(keys: Keys, late: Delta) -> Call[Lapsed]:
     return call_script(_LAPSE, [keys.streams], [LAPSE_CAP, *prefixes, *ends], lambda answer: Lapsed(*answer))
 
 
-def complete(keys: Keys, stream: str, life_ms: int) -> list[Call[Any]]:
+def complete(keys: Keys, stream: str, life_ms: int) -> Call[int]:
     """Note that a stream has ended and was told to its end: it can be read for its life, and counts no more."""
-    return [Call(("ZREM", keys.streams, stream), bool), Call(("PEXPIRE", keys.stream(stream), life_ms), bool)]
+    return call_script(_COMPLETE, [keys.stream(stream), keys.streams], [stream, life_ms], int)
 
 
 def discard(keys: Keys, stream: str) -> list[Call[Any]]:

@@ -1,15 +1,17 @@
 """The three routes that generate text: chat, completions, and the plain interface."""
 
 from collections.abc import Callable
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from services.api.answer_schema import ChatCompletion, PlainAnswer, TextCompletion
 from services.api.auth import Tenant
-from services.api.body import read_body, read_timeout, read_traceparent, refuse_resume
+from services.api.body import read_body, read_timeout, read_traceparent, wants_resume
 from services.api.intake import chat_job, completion_job, generate_job
 from services.api.job import Job
 from services.api.openapi import described
+from services.api.resuming import ResumableResponse, check_resumable
 from services.api.schema import ChatRequest, CompletionRequest, GenerateRequest, parse
 from services.api.service import ApiService
 from services.api.streaming import GenerationResponse
@@ -30,10 +32,14 @@ def sign(request: Request, job: Job, cost_bytes: int) -> Job:
 async def _respond(request: Request, make: Callable[[bytes, ApiService], Job]) -> Response:
     """Read, parse and check a request; its answer is made by the response itself."""
     service: ApiService = request.app.state.service
-    refuse_resume(request)
+    resumable = wants_resume(request)
     data = await read_body(request, service.settings)
     job = sign(request, make(data, service), len(data))
     job.timeout_s = read_timeout(request, job.timeout_s)
+    if resumable:
+        check_resumable(job)
+        job.resume_ms = int(service.settings.resume_for * 1000)
+        return ResumableResponse(service, job)
     return GenerationResponse(service, job)
 
 
