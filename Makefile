@@ -113,7 +113,7 @@ dashboards: $(VENV)/.dev-ready ## Write the dashboards and docs/metrics.md from 
 pictures: $(VENV)/.dev-ready ## Draw the dashboards from a load run: docs/pictures; needs Prometheus on the PATH
 	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m tools.dashboards.pictures
 
-env-example: $(VENV)/.dev-ready ## Write .env.example from the settings classes
+env-example: $(VENV)/.dev-ready ## Write .env.example and the chart's schema from the settings classes
 	@$(BIN)/python -m tools.env_example
 
 clean: ## Remove the venv, caches and run files

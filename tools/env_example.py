@@ -1,4 +1,7 @@
-"""Write `.env.example` from the settings classes: `make env-example`. A test keeps the file as this writes it."""
+"""Write what follows from the settings classes: `make env-example`. A test keeps the files as this writes them.
+
+That is `.env.example`, and the part of the chart's schema that says which settings its values take (`helm_values`).
+"""
 
 import textwrap
 from pathlib import Path
@@ -6,6 +9,7 @@ from typing import Any
 
 from services.launcher.settings import settings_fields
 from shared.settings import ENV_PREFIX
+from tools import helm_values
 
 PATH = Path(__file__).resolve().parent.parent / ".env.example"
 HEAD = """\
@@ -36,3 +40,4 @@ def _shown(default: Any) -> str:
 
 if __name__ == "__main__":
     PATH.write_text(render(), encoding="utf-8")
+    helm_values.write()

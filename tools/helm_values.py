@@ -1,4 +1,4 @@
-"""Write what follows from the chart's values.yaml: `make helm`. A test keeps the files as this writes them.
+"""Write what follows from the chart's values.yaml and the settings: `make helm`. A test keeps the files as this writes them.
 
 Owns the form of the comments in values.yaml: `# --` explains a key (a row of the table in README.md), `# @schema`
 adds JSON to what values.schema.json says of it, `# @settings` lets a map take the settings of a service. A key
@@ -168,6 +168,11 @@ def files() -> dict[Path, str]:
     }
 
 
+def write() -> None:
+    """Write every file that follows from values.yaml and from the settings classes."""
+    for path, content in files().items():
+        path.write_text(content, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for file, content in files().items():
-        file.write_text(content, encoding="utf-8")
+    write()

@@ -293,6 +293,9 @@ def test_a_new_secret_starts_pods_again() -> None:
 
     assert sums("a") == sums("a")
     assert not sums("a") & sums("b")
+    keys = render({"redis": {"auth": {"password": "a"}}, "api": {"auth": {"keys": ["new"]}}})
+    api = find(keys, "Deployment", "rel-millrace-api")["spec"]["template"]["metadata"]["annotations"]
+    assert api["checksum/secrets"] in sums("a"), "the api reads its keys when they change"
 
 
 def test_images_are_those_that_make_build_makes() -> None:

@@ -10,7 +10,8 @@ headers = {"content-type": "application/json"}
 if "KEYS_FILE" in os.environ:
     lines = Path(os.environ["KEYS_FILE"]).read_text("utf-8").splitlines()
     first = next(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    headers["authorization"] = "Bearer " + first.rpartition("=")[2]
+    name, _, key = first.split()[0].partition("=")
+    headers["authorization"] = f"Bearer {key or name}"
 
 
 def ask(model: str, **more: object) -> bytes:

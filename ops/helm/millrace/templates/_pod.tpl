@@ -333,8 +333,9 @@ spec:
     {{- include "millrace.volumes" . | nindent 4 }}
 {{- end -}}
 
-{{/* Changes with the secrets that the chart is given, so that pods are started again. */}}
+{{/* Changes with the secrets that the chart is given and pods read at their start alone, so that they are started again.
+The api reads its keys whenever they change. */}}
 {{- define "millrace.secretSum" -}}
-{{- $given := list .Values.redis.auth .Values.externalRedis.password .Values.api.auth .Values.huggingface -}}
+{{- $given := list .Values.redis.auth .Values.externalRedis.password .Values.api.auth.metricsKey .Values.huggingface -}}
 {{- $given | toJson | sha256sum -}}
 {{- end -}}
