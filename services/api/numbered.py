@@ -59,7 +59,7 @@ class Numbered:
 
     def entries(self, batch: Iterable[tuple[Choice, Delta]]) -> bytes:
         """Give the events of entries, in order, but for what the reader has."""
-        return b"".join([self._entry(choice.index, delta) for choice, delta in batch])
+        return b"".join([self._entry(choice.index, part) for choice, delta in batch for part in _parts(delta)])
 
     def end(self) -> bytes:
         """Give what follows the finish of all choices."""
@@ -134,6 +134,14 @@ class Numbered:
         return b"id: %s\n%s" % (name.encode(), event)
 
 
+def _parts(delta: Delta) -> tuple[Delta, ...]:
+    """Part the last tokens of a choice from its finish, as a reader may be cut off between the two."""
+    if delta.finish is None or not (delta.token_ids or delta.text):
+        return (delta,)
+    tokens = msgspec.structs.replace(delta, finish=None)
+    return tokens, Delta(delta.first + len(delta.token_ids), [], "", finish=delta.finish)
+
+
 def _cut(delta: Delta, place: Place, start: Place) -> tuple[Delta | None, Delta | None]:
     """Divide an entry into what a reader who is at `start` has, and the rest; `place` is where the entry begins."""
     if start.ended:
@@ -142,13 +150,12 @@ def _cut(delta: Delta, place: Place, start: Place) -> tuple[Delta | None, Delta 
     chars = min(len(delta.text), max(0, start.chars - place.chars))
     if not tokens and not chars:
         return None, delta
-    if tokens == len(delta.token_ids) and chars == len(delta.text) and not delta.ends:
+    if tokens == len(delta.token_ids) and chars == len(delta.text):
         return delta, None
     replace = msgspec.structs.replace
     seen = replace(
-        delta, token_ids=delta.token_ids[:tokens], text=delta.text[:chars], logprobs=delta.logprobs[:tokens],
-        finish=None, error=None,
-    )  # fmt: skip
+        delta, token_ids=delta.token_ids[:tokens], text=delta.text[:chars], logprobs=delta.logprobs[:tokens]
+    )
     rest = replace(
         delta, first=delta.first + tokens, token_ids=delta.token_ids[tokens:], text=delta.text[chars:],
         logprobs=delta.logprobs[tokens:], prompt=[],

@@ -46,6 +46,7 @@ POLL_S: Final = 0.05
 CANCELLED: Final = ErrorBody(499, "the client has cancelled this stream", "client_closed", "client_closed")
 _IDLE_S: Final = 0.2
 _TEND_S: Final = 5.0
+_LAPSE_S: Final = 1.0
 _TENDS_PER_LIFE: Final = 4
 _CALLS: Final = 512
 _LATE: Final = Delta(0, [], "", error=to_body(DeadlineExceeded("the request's deadline has passed")))
@@ -77,7 +78,7 @@ class Readers:
         self._read: set[Exchange] = set()
         self.followed: set[Exchange] = set()
         self._over: list[Call[Any]] = []
-        self._tended = self._in_touch_since = 0.0
+        self._tended = self._lapsed = self._in_touch_since = 0.0
 
     # --- coming and going ----------------------------------------------------------------------------------
 
@@ -197,7 +198,10 @@ class Readers:
         every = min(_TEND_S, shortest / 1000 / _TENDS_PER_LIFE)
         if now - self._tended >= every:
             self._tended = now
-            await self._tend(now, every)
+            await self._tend(every)
+        if now - self._lapsed >= min(every, _LAPSE_S):
+            self._lapsed = now
+            await self._end_due(now, 2 * every)
 
     async def _look_at_logs(self) -> None:
         """Have the logs read that have moved on."""
@@ -209,11 +213,8 @@ class Readers:
                 if last != choice.last_id and choice.ended is None and not choice.is_closed():
                     self._repair.start(choice)
 
-    async def _tend(self, now: float, every: float) -> None:
-        """Say which streams are read, and end those that nobody reads.
-
-        After an outage others must have had the time to say theirs before anything is ended.
-        """
+    async def _tend(self, every: float) -> None:
+        """Say which streams are read, and keep again what the broker has lost."""
         keys = self._broker.keys
         read = [e for e in self._read if e.num_open]
         kept = await self._broker.run_many(
@@ -221,10 +222,13 @@ class Readers:
         )
         lost = [e for e, answer in zip(read, kept, strict=True) if answer == "UNKNOWN" and e in self._read]
         await self._broker.run_many([resumable.keep(keys, _record(e)) for e in lost])
+
+    async def _end_due(self, now: float, grace_s: float) -> None:
+        """End what is due. After an outage the others must have had the time to say what they read."""
         if not self._in_touch_since:
             self._in_touch_since = now
-        if now - self._in_touch_since > 2 * every:
-            lapsed = await self._broker.run(resumable.lapse(keys, _LATE))
+        if now - self._in_touch_since > grace_s:
+            lapsed = await self._broker.run(resumable.lapse(self._broker.keys, _LATE))
             self._metrics.abandoned.inc(lapsed.abandoned)
 
 
