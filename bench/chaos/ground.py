@@ -166,6 +166,8 @@ class Ground:
         """Put a string in the place of one of our keys, if there is one of that kind."""
         found: list[Any] = await self._redis.keys(f"millrace:{kind}:*")
         keys: list[bytes] = sorted(found)
+        if kind in ("inbox", "generate"):  # those of the dead are nobody's: they are not touched any more
+            keys = [key for key in keys if (await self._redis.object("idletime", key) or 0) <= 1]
         if kind == "tokens" and not keys:
             keys = [f"millrace:tokens:{self.model}:{shard}".encode() for shard in range(4)]
         if keys:
