@@ -143,7 +143,7 @@ class Stack:
 
     def settle(self) -> None:
         """Run what is left."""
-        while self.scheduler.slots.num_taken or self.scheduler.num_in_flight or self.link.waiting:
+        while self.scheduler.slots.num_free < self.scheduler.slots.num_slots or self.link.waiting:
             self.loop.turn()
 
 

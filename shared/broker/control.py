@@ -160,15 +160,6 @@ class Observer:
         leases = self._roles.get(role, {})
         return {n: Standing(_read(i.beat), i.still_s, self._is_over(role, n, i)) for n, i in leases.items()}
 
-    def is_dead(self, role: Role, incarnation: str) -> bool:
-        """Whether its heartbeat has stood still for a lease. One that is not registered is not dead, but unknown."""
-        lease = self._roles.get(role, {}).get(incarnation)
-        return lease is not None and self._is_over(role, incarnation, lease)
-
-    def is_registered(self, role: Role, incarnation: str) -> bool:
-        """Whether the last look saw it in the registry, dead or alive."""
-        return incarnation in self._roles.get(role, {})
-
     def _is_over(self, role: Role, incarnation: str, lease: _Lease) -> bool:
         if incarnation == self._me:
             return False

@@ -1,5 +1,6 @@
 """The whole engine against transformers, and against itself under other cuts, pages and neighbours."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from services.scheduler.core.batch import SlotSetup
 from services.scheduler.core.ports import EngineFault, ShowsProgress
+from services.scheduler.engine.device import describe_processor
 from services.scheduler.engine.local import LocalEngine, LocalStep
 from shared.model_files import EMBEDDED_NAME, locate
 from shared.sampling import SamplingParams
@@ -234,6 +236,16 @@ def test_close_frees_a_step_that_waits_for_masks(build: Build) -> None:
     with pytest.raises(EngineFault):
         engine.wait(step)
     assert not engine._thread.is_alive()
+
+
+@pytest.mark.parametrize(("largest", "told"), [(64, True), (0, False), (None, False)])
+def test_a_graph_that_is_never_captured_is_told_of(
+    largest: int | None, told: bool, build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        build("llama", cuda_graph_max_bs=largest)
+    assert ("cuda_graph_max_bs is 64, but" in caplog.text) is told
+    assert f"on {describe_processor()}" in caplog.text
 
 
 def test_close_twice_and_launch_after_it(build: Build) -> None:

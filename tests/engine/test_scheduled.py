@@ -15,6 +15,7 @@ from services.scheduler.engine.engine import build_engine
 from shared.model_files import locate
 from tests.engine.conftest import TINY
 from tests.fakes.link import Ledger, arrival
+from tests.scheduler.driver import is_idle
 
 TOKENS = 40
 RNG = np.random.default_rng(5)
@@ -38,7 +39,7 @@ def run(engine: Engine, config: SchedulerConfig, depth: int) -> tuple[Scheduler,
             item = arrival(f"{again}{i}", prompt, max_tokens=TOKENS, logit_bias=BANS, logprobs=1)
             ledger.expect(item)
             scheduler.add(item)
-        while not scheduler.is_idle:
+        while not is_idle(scheduler):
             batch = scheduler.plan()
             if batch is not None:
                 steps.append(engine.launch(batch))

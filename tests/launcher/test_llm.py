@@ -7,6 +7,7 @@ import pytest
 from services.launcher.llm import LLM, SamplingParams
 from shared.errors import ConfigError, InvalidRequest, MillraceError
 from shared.sampling import Grammar
+from tests.scheduler.driver import is_idle
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_without_a_seed_each_answer_is_drawn_anew(fake: LLM) -> None:
 def test_more_prompts_than_pages_all_get_their_answers(fake: LLM) -> None:
     answers = fake.generate(["x" * 200] * 12, SamplingParams(max_tokens=300, seed=3))
     assert {len(answer.token_ids) for answer in answers} == {300}
-    assert fake._scheduler.is_idle
+    assert is_idle(fake._scheduler)
     fake._scheduler.check()
 
 
@@ -112,7 +113,7 @@ def test_an_interrupt_leaves_nothing_behind(fake: LLM, monkeypatch: pytest.Monke
     monkeypatch.setattr(fake._scheduler, "settle", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fake.generate(["a", "b"], SamplingParams(max_tokens=50))
-    assert fake._scheduler.is_idle
+    assert is_idle(fake._scheduler)
     fake._scheduler.check()
     assert len(fake.generate("again", SamplingParams(max_tokens=7))[0].token_ids) == 7
 

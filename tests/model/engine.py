@@ -226,7 +226,7 @@ class Engine(Machine):
     def orphans(self) -> None:
         """End one plain request of an api that is dead."""
         for uid, request in sorted(self.running.items()):
-            if not request.finished and self.observer.is_dead("api", request.replica):
+            if not request.finished and request.replica in self.observer.dead("api"):
                 self.world.events["orphan ended"] += 1
                 self.world.run(replies.end(self.keys, uid, fault("replica_lost"), attempt=request.attempt))
                 self.forget(uid)

@@ -315,9 +315,9 @@ class Tokenizer(Machine):
         return None
 
     def claim(self) -> None:
-        dead = self.observer.dead("tokenizer")
+        dead, known = self.observer.dead("tokenizer"), self.observer.standings("tokenizer")
         for consumer in self.world.run(streams.list_consumers(self.keys, MODEL)) if self.job is None else ():
-            if consumer in dead or not self.observer.is_registered("tokenizer", consumer):
+            if consumer in dead or consumer not in known:
                 self.job = self.world.broker.run(streams.claim_one(self.keys, MODEL, consumer, self.id))
                 if self.job is not None:
                     if self.world.chance(0.03):  # the answer is lost here too

@@ -56,16 +56,15 @@ def test_silence_earns_no_credit():
     assert 4 <= taken.count("b") <= 6
 
 
-def test_peek_shows_what_pop_takes():
+def test_what_is_removed_is_not_popped():
     queue = WaitingQueue()
-    assert queue.peek() is None
     with pytest.raises(IndexError):
         queue.pop()
     queue.push("a", 1)
     queue.push("b", 2, priority=-1)
-    assert queue.peek() == 2 and len(queue) == 2 and "b" in queue
+    assert len(queue) == 2 and "b" in queue
     assert queue.remove("b") == 2 and queue.remove("b") is None and "b" not in queue
-    assert queue.peek() == 1
+    assert queue.pop() == 1 and len(queue) == 0
 
 
 def test_uid_pushed_again_is_replaced():

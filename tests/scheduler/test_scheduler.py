@@ -7,7 +7,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.scheduler import Scheduler
 from shared.errors import ConfigError
 from tests.fakes.link import arrival
-from tests.scheduler.driver import Driver, engine_config, limits, solo
+from tests.scheduler.driver import Driver, engine_config, is_idle, limits, solo
 
 
 def test_one_request_says_what_it_says_alone():
@@ -208,7 +208,7 @@ def test_forget_looks_at_the_attempt():
     driver.add(arrival("a", b"hello", attempt=5))
     assert not driver.forget("a", 4)
     assert driver.forget("a", 5)
-    assert driver.scheduler.is_idle
+    assert is_idle(driver.scheduler)
 
 
 def test_a_higher_attempt_replaces_and_a_lower_one_is_void():
@@ -243,7 +243,7 @@ def test_takeover_of_a_choice_that_was_all_said_ends_without_a_token(said, finis
     driver.add(arrival("a", b"hello", said=said, stop_token_ids=[67]))
     heard = driver.ledger.heard["a"]
     assert heard.finish == finish and heard.tokens == said and heard.starts == [(5, 0)]
-    assert driver.scheduler.is_idle
+    assert is_idle(driver.scheduler)
 
 
 def test_bad_logits_end_one_request_and_stay_out_of_the_cache():
@@ -271,7 +271,7 @@ def test_a_row_that_goes_bad_in_mid_stream_leaves_what_was_cached_and_adds_nothi
     (failure,) = driver.scheduler.take_failures()
     assert (failure.uid, failure.error.code) == ("a", "bad_logits")
     driver.scheduler.check()
-    assert driver.scheduler.is_idle and driver.scheduler.pages.cache.num_pages == 10 // 4
+    assert is_idle(driver.scheduler) and driver.scheduler.pages.cache.num_pages == 10 // 4
 
 
 def test_logprobs_reach_the_place_of_their_request():

@@ -7,7 +7,7 @@ import pytest
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.fake_engine import FakeEngineConfig
 from tests.fakes.link import arrival
-from tests.scheduler.driver import Driver, engine_config, solo
+from tests.scheduler.driver import Driver, engine_config, is_idle, solo
 
 PREFIXES = [b"You are a helpful assistant. ", b"You are a pirate. ", b"", b"q" * 70]
 
@@ -41,7 +41,7 @@ def _live(seed: int, page_size: int, chunk: int, depth: int, cache: str, num_req
     driver = Driver(_engine(page_size, rng), SchedulerConfig(cache=cache, max_prefill_tokens=chunk), depth)
     kept: dict[str, dict] = {}
     attempts: dict[str, int] = {}
-    while len(kept) < num_requests or not driver.scheduler.is_idle:
+    while len(kept) < num_requests or not is_idle(driver.scheduler):
         move = rng.random()
         running = [uid for uid in kept if not driver.ledger.heard[uid].ended and not driver.ledger.heard[uid].forgotten]
         if move < 0.2 and len(kept) < num_requests:

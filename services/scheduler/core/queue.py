@@ -89,11 +89,6 @@ class WaitingQueue(Generic[T]):
             level.resume(tenant)
         heapq.heappush(level.heaps.setdefault(tenant, []), (arrival_ms, entry.number, uid))
 
-    def peek(self) -> T | None:
-        """Look at the next item without taking it; None when nothing waits."""
-        uid = self._head()
-        return None if uid is None else self._entries[uid].item
-
     def pop(self) -> T:
         """Take the next item and charge its tenant.
 

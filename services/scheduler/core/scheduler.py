@@ -77,16 +77,6 @@ class Scheduler:
         self._failures: list[Failure] = []
         self._endings: list[tuple[Req, FinishReason]] = []
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps between plan and settle."""
-        return len(self._flights)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing runs, is ready or is in flight."""
-        return not self._reqs and not self._flights
-
     def add(self, arrival: Arrival) -> None:
         """Take a request; what cannot run or has all been said shows up in `take_failures` or `take_endings`.
 

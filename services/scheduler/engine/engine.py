@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from services.scheduler.core.ports import Engine, EngineLimits
-from services.scheduler.engine.device import available_threads, pick_device, pick_dtype, set_threads
+from services.scheduler.engine.device import available_threads, describe_processor, pick_device, pick_dtype, set_threads
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.local import LocalEngine
 from services.scheduler.engine.memory import PoolRequest, plan_pages
@@ -90,13 +90,12 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> Engine:
     """
     started = time.monotonic()
     plan = plan_model(config, files, Ranks(0, config.ranks))
+    on_gpu = config.ranks == 1 and _runs_on_kernels(plan, config.attention_backend)
+    if config.cuda_graph_max_bs and not on_gpu:
+        log.warning("cuda_graph_max_bs is %d, but this engine captures no graphs", config.cuda_graph_max_bs)
     if config.ranks > 1:
         engine: Engine = _start_ranks(plan, config, files)
-    elif (
-        plan.device.type == "cuda"
-        and is_own(plan.model.architecture)
-        and _has_kernels(config.attention_backend, plan.model)
-    ):
+    elif on_gpu:
         from services.scheduler.engine.gpu_start import start_gpu_engine  # Triton only where it is used
 
         engine = start_gpu_engine(load_model(plan, files), plan.limits, plan.pool, config.cuda_graph_max_bs)
@@ -111,7 +110,7 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> Engine:
         time.monotonic() - started,
         plan.model.architecture,
         plan.dtype,
-        plan.device,
+        describe_processor() if plan.device.type == "cpu" else plan.device,
         limits.num_pages,
         limits.page_size,
         limits.kv_bytes >> 20,
@@ -254,6 +253,11 @@ def _max_seq_len(config: EngineConfig, of_model: int) -> int:
     if config.max_seq_len > of_model:
         raise ConfigError(f"max_seq_len {config.max_seq_len} is more than the model's {of_model}")
     return config.max_seq_len
+
+
+def _runs_on_kernels(plan: ModelPlan, backend: str) -> bool:
+    """Whether the engine for GPUs runs this model, on one rank."""
+    return plan.device.type == "cuda" and is_own(plan.model.architecture) and _has_kernels(backend, plan.model)
 
 
 def _has_kernels(backend: str, model: ModelConfig) -> bool:
