@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.prometheus_server import RULES
 from tests.ops.compose_file import ROOT
 from tests.ops.known_metrics import find_unknown
-from tests.ops.prometheus_server import RULES
 
 TESTS = Path(__file__).parent / "rules_test.yml"
 GROUPS = yaml.safe_load(RULES.read_text())["groups"]

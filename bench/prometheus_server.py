@@ -1,25 +1,26 @@
-"""A real Prometheus that scrapes what a test launched, with the project's own rules."""
+"""A real Prometheus that scrapes what was launched, with the project's own rules: for tests, and for pictures."""
 
 import subprocess
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
 from services.launcher.ports import Ports
-from tests.ops.compose_file import ROOT
-from tests.waiting import eventually
 
-RULES = ROOT / "ops" / "prometheus" / "rules" / "millrace.yml"
+RULES: Final = Path(__file__).resolve().parent.parent / "ops" / "prometheus" / "rules" / "millrace.yml"
+READY_LIMIT_S: Final = 60.0
 Sample = tuple[dict[str, str], float]
 
-CONFIG = """
+CONFIG: Final = """
 global: {{scrape_interval: 500ms, scrape_timeout: 400ms, evaluation_interval: 1s}}
 rule_files: ["{rules}"]
 scrape_configs:
 {jobs}
 """
-JOB = """
+JOB: Final = """
   - job_name: {job}
     file_sd_configs: [{{files: ["{folder}/{job}.json"], refresh_interval: 1s}}]
 """
@@ -28,7 +29,7 @@ JOB = """
 class PrometheusServer:
     """One server on a free port, with its data in a folder. Targets may change while it runs."""
 
-    def __init__(self, folder: Path, targets: dict[str, list[int]]) -> None:
+    def __init__(self, folder: Path, targets: Mapping[str, Sequence[int]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         for job, ports in targets.items():
@@ -49,9 +50,9 @@ class PrometheusServer:
             stderr=subprocess.STDOUT,
         )
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
-        eventually(self._is_ready, "Prometheus is ready")
+        self._wait_ready()
 
-    def aim(self, job: str, ports: list[int]) -> None:
+    def aim(self, job: str, ports: Sequence[int]) -> None:
         """Say where the instances of a job are."""
         targets = ", ".join(f'"127.0.0.1:{port}"' for port in ports)
         new = self._folder / f"{job}.new"
@@ -91,12 +92,17 @@ class PrometheusServer:
         assert body["status"] == "success", f"{params}: {body}"
         return body["data"]
 
-    def _is_ready(self) -> bool:
-        assert self._process.poll() is None, (self._folder / "log").read_text()[-2000:]
-        try:
-            return self._client.get("/-/ready").status_code == 200
-        except httpx.TransportError:
-            return False
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_LIMIT_S
+        while True:
+            assert self._process.poll() is None, (self._folder / "log").read_text()[-2000:]
+            assert time.monotonic() < deadline, "Prometheus does not get ready"
+            try:
+                if self._client.get("/-/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
 
 
 def filled_in(expr: str, window: str = "30s") -> str:
