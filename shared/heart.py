@@ -27,6 +27,7 @@ from shared.metrics import (
     HEARTBEAT_AGE,
     LEASES_LOST,
     LIVING,
+    STRANGE_KEYS,
     Metrics,
 )
 
@@ -92,6 +93,8 @@ class Heart:
         self._up_gauge = metrics.gauge(BROKER_UP)
         self._reconnects = metrics.counter(BROKER_RECONNECTS)
         self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
+        self._strange = metrics.counter(STRANGE_KEYS)
+        self._num_strange = 0
         self._leases_lost = metrics.counter(LEASES_LOST)
         metrics.gauge(HEARTBEAT_AGE).set_function(lambda: self.since_beat_s)
         for watched in self._roles:
@@ -121,6 +124,10 @@ class Heart:
     def dead(self, role: Role) -> Mapping[str, bytes]:
         """Give the dead of a watched role with the encoded heartbeat they died at, as `control.retire` wants it."""
         return self._dead.get(role, {})
+
+    def is_registered(self, role: Role, incarnation: str) -> bool:
+        """Whether an instance was in the registry at the last look, dead or alive, its heartbeat readable or not."""
+        return self._observer.is_registered(role, incarnation)
 
     @property
     def since_beat_s(self) -> float:
@@ -178,6 +185,8 @@ class Heart:
             self._went_down(e)
             return self._backoff.next_s()
         self._round_trip.observe(time.monotonic() - began)
+        before, self._num_strange = self._num_strange, self._broker.num_strange
+        self._strange.inc(self._num_strange - before)
         self._came_up()
         return max(0.0, self._interval_s - (time.monotonic() - began))
 

@@ -96,6 +96,9 @@ BROKER_RECONNECTS: Final = Metric("millrace_broker_reconnects_total", "counter",
 BROKER_ROUND_TRIP: Final = Metric(
     "millrace_broker_round_trip_seconds", "histogram", "One heartbeat's round trip", buckets=SHORT_BUCKETS
 )
+STRANGE_KEYS: Final = Metric(
+    "millrace_broker_strange_keys_total", "counter", "Keys of ours that held something else; it was put aside"
+)
 STREAM_LENGTH: Final = Metric(
     "millrace_stream_length", "gauge", "Entries in a stream, by the service that reads it", ("stream",)
 )
@@ -136,6 +139,7 @@ COMMON: Final[tuple[Metric, ...]] = (
     BROKER_UP,
     BROKER_RECONNECTS,
     BROKER_ROUND_TRIP,
+    STRANGE_KEYS,
     STREAM_LENGTH,
     STREAM_LAG,
     STREAM_PENDING,

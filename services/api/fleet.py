@@ -21,7 +21,7 @@ from shared.dialect import Dialect
 from shared.errors import BrokerError
 from shared.keys import BEAT_S, Role
 from shared.messages import Heartbeat, encode
-from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, LEASES_LOST, LIVING, Metrics
+from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, LEASES_LOST, LIVING, STRANGE_KEYS, Metrics
 from shared.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ class Fleet:
         self._up = metrics.gauge(BROKER_UP)
         self._reconnects = metrics.counter(BROKER_RECONNECTS)
         self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
+        self._strange = metrics.counter(STRANGE_KEYS)
+        self._told_strange = 0
         self._memory = metrics.gauge(BROKER_MEMORY)
         self._memory_limit = metrics.gauge(BROKER_MEMORY_LIMIT)
         self._num_living = {role: metrics.gauge(LIVING).labels(role) for role in ROLES}
@@ -139,6 +141,8 @@ class Fleet:
     def _show(self, up: bool) -> None:
         """Set the gauges; what only the broker knows is unknown while it is away."""
         self._up.set(up)
+        before, self._told_strange = self._told_strange, self._broker.num_strange
+        self._strange.inc(self._told_strange - before)
         for role, gauge in self._num_living.items():
             gauge.set(len(self._living[role]) if up else 0)
         if not up:

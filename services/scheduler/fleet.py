@@ -46,6 +46,10 @@ class Registry(Protocol):
         """Give those whose lease is over with their last encoded heartbeats."""
         ...
 
+    def is_registered(self, role: Role, incarnation: str) -> bool:
+        """Whether an instance is known, whatever its heartbeat says."""
+        ...
+
 
 class Fleet:
     """Dealings with other engines and with api replicas. I/O thread only."""
@@ -133,13 +137,15 @@ class Fleet:
     def find_orphans(self) -> None:
         """End the plain requests of api replicas that are dead; resumable ones go on, somebody may come back."""
         dead = self._registry.dead("api")
-        living = self._registry.living("api")
         now = time.monotonic()
         absent: dict[str, float] = {}
         for held in self._ledger.all():
-            if not held.replica or held.replica in living or held.phase is Phase.FINISHED:
+            if not held.replica or held.phase is Phase.FINISHED:
                 continue
-            if held.replica not in dead:  # forgotten by others, or never seen: it has a lease's time to show up
+            if held.replica not in dead:
+                if self._registry.is_registered("api", held.replica):
+                    continue  # alive, even if its heartbeat is of another release and cannot be read
+                # Forgotten by others, or never seen: it has a lease's time to show up.
                 absent[held.replica] = since = self._absent_since.get(held.replica, now)
                 if now - since < self._config.api_lease_s:
                     continue

@@ -155,6 +155,10 @@ class Observer:
         leases = self._roles.get(role, {})
         return {name: lease.beat for name, lease in leases.items() if self._is_over(role, name, lease)}
 
+    def is_registered(self, role: Role, incarnation: str) -> bool:
+        """Whether the last look saw it in the registry, dead or alive, its heartbeat readable or not."""
+        return incarnation in self._roles.get(role, {})
+
     def standings(self, role: Role) -> dict[str, Standing]:
         """Give everyone of a role who is registered, the living and the dead, with what is left of their leases."""
         leases = self._roles.get(role, {})
@@ -188,4 +192,4 @@ def _place(beat: bytes) -> tuple[str, int] | None:
 
 
 def _by_name(flat: Any) -> dict[str, bytes]:
-    return {name.decode(): value for name, value in pairs(flat)}
+    return {name.decode(errors="replace"): value for name, value in pairs(flat)}

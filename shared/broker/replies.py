@@ -322,3 +322,5 @@ def _log_entry(log_id: LogId, fields: dict[bytes, bytes]) -> LogEntry:
                 raise WireError(f"a reply log has an entry of kind {kind!r}")
     except KeyError as e:
         raise WireError(f"an entry of a reply log has no field {e}") from e
+    except ValueError as e:  # a number, or a text, that is none
+        raise WireError("an entry of a reply log has a field that is none of ours") from e

@@ -203,7 +203,8 @@ def read_generate(
 
 def list_held(keys: Keys, engine: str) -> Call[list[tuple[bytes, str]]]:
     """List (entry id, uid) of everything in an engine's stream, without the payloads."""
-    return call_script(_HELD, [keys.generate(engine)], [], lambda a: [(i, u.decode()) for i, u in pairs(a)])
+    names = [keys.generate(engine)]
+    return call_script(_HELD, names, [], lambda a: [(i, u.decode(errors="replace")) for i, u in pairs(a)])
 
 
 def read_generate_entry(keys: Keys, engine: str, entry_id: bytes) -> Call[GenerateEntry | None]:
@@ -346,4 +347,4 @@ def _parse_opened(answer: Any) -> Opened:
 
 def _parse_consumers(answer: Any) -> dict[str, int]:
     found = [dict(pairs(flat)) for flat in answer]
-    return {consumer[b"name"].decode(): consumer[b"pending"] for consumer in found}
+    return {consumer[b"name"].decode(errors="replace"): consumer[b"pending"] for consumer in found}
