@@ -3,6 +3,7 @@
 Pure data in, pure data out; the messages that came in are never changed. It knows nothing of Jinja.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from shared.errors import InvalidRequest
 Message = dict[str, Any]
 
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_SHORT_ID: Final = 9
 _TOOLS_HEAD: Final = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
@@ -32,11 +34,13 @@ class Taste:
         developer: the role of that name; else it is told as `system`.
         tools: tools and their calls; else they are written into the messages, in the most common form.
         argument_objects: arguments of calls as objects; else as the text they came in.
+        short_ids: calls are named by nine letters and digits; else by any text.
     """
 
     developer: bool = False
     tools: bool = True
     argument_objects: bool = True
+    short_ids: bool = False
 
 
 def prepare(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], taste: Taste) -> list[Message]:
@@ -80,6 +84,8 @@ def _message(message: Message, where: str, taste: Taste) -> Message:
     prepared = {**message, "role": role, "content": text_of(message.get("content"), where)}
     if message.get("tool_calls"):
         prepared["tool_calls"] = [_call(call, taste) for call in message["tool_calls"]]
+    if taste.short_ids and "tool_call_id" in prepared:
+        prepared["tool_call_id"] = _short(prepared["tool_call_id"])
     return prepared
 
 
@@ -87,7 +93,18 @@ def _call(call: Mapping[str, Any], taste: Taste) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if taste.argument_objects:
         function["arguments"] = _arguments(function.get("arguments"))
-    return {**call, "function": function}
+    elif not str(function.get("arguments") or "").strip():
+        function["arguments"] = "{}"
+    prepared = {**call, "function": function}
+    return {**prepared, "id": _short(prepared.get("id", ""))} if taste.short_ids else prepared
+
+
+def _short(call_id: Any) -> str:
+    """Give the name of a call in nine letters and digits; one that has that form stays as it is."""
+    text = str(call_id)
+    if len(text) == _SHORT_ID and text.isascii() and text.isalnum():
+        return text
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=_SHORT_ID).hexdigest()[:_SHORT_ID]
 
 
 def _arguments(text: Any) -> Any:

@@ -106,6 +106,11 @@ class ChatTemplate:
                 raise ConfigError(f"{files.path}: chat template {name!r}, line {e.lineno}: {e.message}") from e
         self._tastes = {name: self._taste(name, source) for name, source in files.chat_templates.items()}
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template itself writes the tools that it is given."""
+        return any(taste.tools for taste in self._tastes.values())
+
     def render(
         self,
         messages: Sequence[Message],
@@ -181,21 +186,34 @@ class ChatTemplate:
             developer="developer" in source,
             tools=tools,
             argument_objects=tools and self._wants_objects(name),
+            short_ids=tools and self._wants_short_ids(name),
         )
 
     def _wants_objects(self, name: str) -> bool:
         """Try a call with its arguments as an object: some templates print text, others write JSON themselves."""
-        function = {"name": "f", "arguments": {"key": "value"}}
-        call = {"id": "call00000", "type": "function", "function": function}
+        text = self._try_call(name, "call00000", {"key": "value"})
+        return text is not None and "{'key'" not in text
+
+    def _wants_short_ids(self, name: str) -> bool:
+        """Try calls with ids of several lengths: some templates take only such as their model was trained on."""
+        tried = [
+            self._try_call(name, call_id, arguments)
+            for call_id in ("call_0123456789", "call00000")
+            for arguments in ({"key": "value"}, '{"key": "value"}')
+        ]
+        return tried[:2] == [None, None] and tried[2:] != [None, None]
+
+    def _try_call(self, name: str, call_id: str, arguments: Any) -> str | None:
+        """Render a conversation with a call; None where the template refuses it, which is an answer too."""
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
         talk: list[Message] = [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
-            text = self._run(name, talk, None, False, {})
-        except Exception:  # also an answer: it wants something else than an object
-            return False
-        return "{'key'" not in text
+            return self._run(name, talk, None, False, {})
+        except Exception:
+            return None
 
 
 def _deadline(seconds: float) -> Callable[[], str]:

@@ -9,6 +9,7 @@ import msgspec
 
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.claims import Claims
+from services.tokenizer.dialect import find_dialect
 from services.tokenizer.encode import PromptEncoder
 from services.tokenizer.engines import Engines
 from services.tokenizer.metrics import TokenizerMetrics
@@ -16,6 +17,7 @@ from services.tokenizer.settings import TokenizerSettings
 from services.tokenizer.worker import Worker
 from shared.broker.backoff import Backoff
 from shared.broker.streams import backlog, forget_consumer, list_consumers
+from shared.dialect import Dialect
 from shared.errors import BrokerDown, BrokerError
 from shared.messages import Heartbeat
 from shared.model_files import locate
@@ -40,6 +42,7 @@ class TokenizerService:
         self._settings = settings
         self._worker: Worker | None = None
         self._metrics: TokenizerMetrics | None = None
+        self._dialect: Dialect | None = None
         self._trouble = ""
         self._pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encode")
 
@@ -51,7 +54,11 @@ class TokenizerService:
         """
         settings = self._settings
         files = locate(settings.model, settings.model_source, revision=settings.model_revision)
-        encoder = PromptEncoder(load_vocabulary(files), ChatTemplate(files))
+        vocabulary, template = load_vocabulary(files), ChatTemplate(files)
+        encoder = PromptEncoder(vocabulary, template)
+        self._dialect = find_dialect(
+            files, template, vocabulary, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser
+        )
         model = settings.served_model_name
         engines = Engines(model, lambda: life.living("scheduler"), files.max_seq_len)
         self._metrics = TokenizerMetrics(life.metrics)
@@ -103,11 +110,13 @@ class TokenizerService:
         self._finish(life, worker)
 
     def heartbeat(self, base: Heartbeat) -> Heartbeat:
-        """Add what is in hand."""
+        """Add what is in hand, and the model's dialect."""
         worker = self._worker
         if worker is None:
             return base
-        return msgspec.structs.replace(base, num_running=worker.num_aside, num_waiting=worker.num_held)
+        return msgspec.structs.replace(
+            base, num_running=worker.num_aside, num_waiting=worker.num_held, dialect=self._dialect
+        )
 
     def reconnected(self) -> None:
         """Nothing: the worker's own calls fail with the connection, and it recovers by itself."""
