@@ -1,4 +1,4 @@
-"""Write what follows from the chart's values.yaml and the settings: `make helm`. A test keeps the files as this writes them.
+"""Write what follows from the chart's values.yaml and the settings: `make helm`. A test keeps the files so.
 
 Owns the form of the comments in values.yaml: `# --` explains a key (a row of the table in README.md), `# @schema`
 adds JSON to what values.schema.json says of it, `# @settings` lets a map take the settings of a service. A key
@@ -28,8 +28,8 @@ CHART_OWNS: Final = frozenset(
     }
 )  # fmt: skip
 """Settings that values of their own decide."""
-SHARED: Final = ("log_format", "log_level", "lease")
-"""Settings that are one for the whole installation."""
+SHARED: Final = tuple(name for name in ServiceSettings.model_fields if name not in CHART_OWNS)
+"""Settings of every service; a service may have its own value of all but the lease, on which all must agree."""
 _LINE: Final = re.compile(r"^( *)(?:# ?(.*)|([A-Za-z]\w*):.*)$")
 
 Json = dict[str, Any]
@@ -127,7 +127,7 @@ def settings_schema(role: str) -> Json:
     else:
         cls = SERVICES[role]  # type: ignore[index]
         names = [name for name in cls.model_fields if name not in CHART_OWNS and name != "lease"]
-    docs, found = settings_fields(), cls.model_json_schema(mode="validation")["properties"]
+    docs, found = settings_fields(), cls.model_json_schema(by_alias=False)["properties"]
     properties = {camel(name): {"description": docs[name].text, **_plain(found[name])} for name in names}
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
