@@ -176,6 +176,11 @@ class Exchange:
         return self.unsent_bytes > self.max_unsent_bytes
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it is unfinished, and goes on without its client, who may come back."""
+        return self.job.resume_ms > 0 and self.announced and self.num_open > 0
+
+    @property
     def started(self) -> bool:
         """Whether any token was said."""
         return any(choice.said for choice in self.choices)

@@ -125,6 +125,8 @@ class LimitKeeper:
         claim = self._held.pop(exchange.job.uids[0], None)
         if claim is None:
             return
+        if exchange.goes_on:  # what it will use is not known, so all stays taken; the place frees itself
+            return
         prompt, _, completion = count_usage(exchange)
         if len(self._settled) < _CAP:
             self._settled[claim.id] = claim, prompt + completion if exchange.job.purpose == "generate" else 0

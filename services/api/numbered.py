@@ -153,9 +153,7 @@ def _cut(delta: Delta, place: Place, start: Place) -> tuple[Delta | None, Delta 
     if tokens == len(delta.token_ids) and chars == len(delta.text):
         return delta, None
     replace = msgspec.structs.replace
-    seen = replace(
-        delta, token_ids=delta.token_ids[:tokens], text=delta.text[:chars], logprobs=delta.logprobs[:tokens]
-    )
+    seen = replace(delta, token_ids=delta.token_ids[:tokens], text=delta.text[:chars], logprobs=delta.logprobs[:tokens])
     rest = replace(
         delta, first=delta.first + tokens, token_ids=delta.token_ids[tokens:], text=delta.text[chars:],
         logprobs=delta.logprobs[tokens:], prompt=[],

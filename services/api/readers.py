@@ -19,6 +19,7 @@ from services.api.error_body import to_body
 from services.api.exchange import Choice, Exchange
 from services.api.job import Job
 from services.api.metrics import ApiMetrics
+from services.api.patience import run_patiently
 from services.api.repair import Repair
 from shared.broker import resumable
 from shared.broker.backoff import Backoff
@@ -30,11 +31,9 @@ from shared.broker.resumable import Record
 from shared.errors import (
     BrokerDown,
     BrokerError,
-    BrokerFull,
     DeadlineExceeded,
     NotFound,
     RateLimited,
-    Unavailable,
     WireError,
 )
 from shared.messages import Delta, ErrorBody
@@ -49,6 +48,8 @@ _TEND_S: Final = 5.0
 _LAPSE_S: Final = 1.0
 _TENDS_PER_LIFE: Final = 4
 _CALLS: Final = 512
+_CAP: Final = 100_000
+"""Words to the broker kept while it is away."""
 _LATE: Final = Delta(0, [], "", error=to_body(DeadlineExceeded("the request's deadline has passed")))
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -92,10 +93,7 @@ class Readers:
         Raises:
             RateLimited: there are as many. Unavailable: the broker has no room. BrokerError: it is away.
         """
-        try:
-            kept = await self._broker.run(resumable.keep(self._broker.keys, _record(exchange), cap=cap))
-        except BrokerFull as e:
-            raise Unavailable("the message broker has no room for more requests", code="broker_full") from e
+        kept = await run_patiently(self._broker, resumable.keep(self._broker.keys, _record(exchange), cap=cap))
         if kept == "FULL":
             raise RateLimited("too many streams that can be resumed are under way; try again later")
         self._read.add(exchange)
@@ -109,9 +107,9 @@ class Readers:
 
         Raises:
             NotFound: there is none of that name, or no more, or it is another key's.
-            BrokerError: the broker is away.
+            BrokerError, Unavailable: the broker is away.
         """
-        attached = await self._broker.run(resumable.attach(self._broker.keys, stream, key_hash))
+        attached = await run_patiently(self._broker, resumable.attach(self._broker.keys, stream, key_hash))
         if attached is None:
             raise no_such_stream()
         try:
@@ -145,6 +143,8 @@ class Readers:
         self._read.discard(exchange)
         keys, job = self._broker.keys, exchange.job
         stream = job.uids[0]
+        if len(self._over) >= _CAP:
+            return  # what is due ends without it
         if not exchange.announced:
             self._over += resumable.discard(keys, stream)
         elif exchange.num_open == 0:

@@ -15,6 +15,7 @@ from services.api.exchange import Choice, Exchange
 from services.api.janitor import Janitor
 from services.api.limits import refuse
 from services.api.metrics import ApiMetrics
+from services.api.patience import run_patiently
 from services.api.repair import Repair
 from services.api.requests import make_choices, make_request
 from shared.broker.backoff import Backoff
@@ -22,14 +23,13 @@ from shared.broker.connection import AsyncBroker
 from shared.broker.log_id import LogId, is_end, split_log_id
 from shared.broker.replies import Ring, read_inbox, trim_inbox
 from shared.broker.streams import FIRST, Opened, open_request
-from shared.errors import BrokerDown, BrokerError, BrokerFull, MillraceError, RateLimited, Unavailable, WireError
+from shared.errors import BrokerDown, BrokerError, MillraceError, RateLimited, WireError
 from shared.messages import Delta, ErrorBody, decode
 
 log = logging.getLogger(__name__)
 
 RECENT_S: Final = 20.0
 """How long an answered uid is remembered: what still rings for it is old, not a stranger's."""
-_OPEN_TRIES: Final = 3
 LEFT_S: Final = 3600.0
 """How long a uid is remembered whose stream goes on without a client: what rings for it is for nobody here."""
 _ENDS_HERE: Final = frozenset({"client_closed", "shutting_down", "broker_lost_data", "invalid_value"})
@@ -84,18 +84,7 @@ class Replies:
         self.exchanges.add(exchange)
         request, claim = make_request(exchange.job, exchange.choices), exchange.job.claim
         call = open_request(self._broker.keys, request, make_choices(exchange, self._replica), cap=cap, claim=claim)
-        backoff = Backoff()
-        for attempt in range(1, _OPEN_TRIES + 1):
-            try:
-                opened = await self._broker.run(call)
-                break
-            except BrokerFull as e:
-                raise Unavailable("the message broker has no room for more requests", code="broker_full") from e
-            except BrokerDown:
-                if attempt == _OPEN_TRIES:
-                    raise
-                await asyncio.sleep(backoff.next_s())
-        self._opened(exchange, opened)
+        self._opened(exchange, await run_patiently(self._broker, call))
 
     def _opened(self, exchange: Exchange, opened: Opened) -> None:
         if opened.outcome == "FULL":

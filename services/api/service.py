@@ -277,8 +277,10 @@ class ApiService:
         model = exchange.job.model
         for role in roles_of(exchange.job):
             away = self.fleet.away_s(role, model)
-            in_vain = not exchange.started and opened_in_vain(
-                self.fleet, role, exchange.opened_at, model, self.settings.missing_grace
+            in_vain = (
+                not exchange.started
+                and not exchange.follows
+                and opened_in_vain(self.fleet, role, exchange.opened_at, model, self.settings.missing_grace)
             )
             if away and (in_vain or away > self.settings.no_engine_timeout):
                 exchange.fail(to_body(service_away(NAMES[role])))
