@@ -128,6 +128,7 @@ class ReplyHeader(Message, tag="header", frozen=True):
     request_id: str = ""
     index: int = 0
     outline: Outline | None = None
+    traceparent: str = ""
 
 
 class FenceHeader(Message, tag="fence", frozen=True):

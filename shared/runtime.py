@@ -31,6 +31,7 @@ from shared.logs import setup_logs
 from shared.messages import Heartbeat
 from shared.metrics import DRAINING, LOOP_AGE, READY, Metrics
 from shared.settings import ServiceSettings, load
+from shared.tracing import setup_tracing, stop_tracing
 from shared.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -298,6 +299,7 @@ def main(
     try:
         settings = load(settings_class)
         setup_logs(role, settings)
+        setup_tracing(role, settings)
         stuck_s = stuck_after_s(settings)
         life = Life(role, settings, make(settings), watch=watch, stuck_after_s=stuck_s, beat_s=beat_s)
     except ConfigError as e:
@@ -308,6 +310,8 @@ def main(
         return life.run()
     except Interrupted:
         return 0
+    finally:
+        stop_tracing()
 
 
 def leave(code: int) -> NoReturn:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigError
@@ -59,6 +59,7 @@ class RedisSettings(BaseSettings):
         extra="ignore",
         frozen=True,
         hide_input_in_errors=True,
+        populate_by_name=True,
         validate_default=True,
     )
 
@@ -119,6 +120,8 @@ class ServiceSettings(RedisSettings):
         log_format: `auto` is text on a terminal, JSON elsewhere.
         lease: seconds after which an engine that stands still is taken to be dead.
         drain_timeout: seconds a service may take to finish after the first SIGTERM.
+        otlp_endpoint: an OpenTelemetry collector (OTLP over HTTP, http://host:4318) that traces are sent to; empty
+            sends none. OTEL_EXPORTER_OTLP_ENDPOINT says the same; its other OTEL_ variables count too.
     """
 
     name: str = Field(default="", max_length=128, pattern=r"^[A-Za-z0-9._-]*$")
@@ -130,11 +133,21 @@ class ServiceSettings(RedisSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     lease: float = Field(default=LEASE_S["scheduler"], ge=1.0, le=600.0)
     drain_timeout: float = Field(default=30.0, ge=0.0, le=86_400.0)
+    otlp_endpoint: str = Field(
+        default="", validation_alias=AliasChoices("MILLRACE_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    )
 
     @field_validator("log_format", "log_level", mode="before")
     @classmethod
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://")
+        return value
 
     def instance_name(self, role: Role) -> str:
         """Name this instance: the setting, or `<role>-<host>`."""
@@ -189,4 +202,4 @@ def _reason(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if not error["loc"]:
         return message
-    return f"{ENV_PREFIX}{str(error['loc'][0]).upper()}: {message}"
+    return f"{ENV_PREFIX}{str(error['loc'][0]).upper().removeprefix(ENV_PREFIX)}: {message}"

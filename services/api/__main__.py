@@ -8,6 +8,7 @@ from services.api.workers import Workers
 from shared.errors import ConfigError
 from shared.logs import setup_logs
 from shared.settings import load
+from shared.tracing import setup_tracing, stop_tracing
 
 
 def main() -> int:
@@ -15,10 +16,15 @@ def main() -> int:
     try:
         settings = load(ApiSettings)
         setup_logs("api", settings)
-        return Workers(settings).run() if settings.api_workers > 1 else serve(settings)
+        if settings.api_workers > 1:
+            return Workers(settings).run()
+        setup_tracing("api", settings)
+        return serve(settings)
     except ConfigError as e:
         sys.stderr.write(f"api: {e}\n")
         return 2
+    finally:
+        stop_tracing()
 
 
 if __name__ == "__main__":

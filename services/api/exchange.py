@@ -9,6 +9,7 @@ import time
 from typing import Final
 
 from services.api.job import Job
+from shared import tracing
 from shared.broker.limits import Levels
 from shared.messages import Delta, ErrorBody, LogprobEntry
 
@@ -119,6 +120,8 @@ class Exchange:
         lagging: some choice is behind: its log holds what the slow client has not been told.
         silent_since: monotonic seconds since nothing was written; the sweep asks for a comment by it.
         sending_since: monotonic seconds when the write that is under way began; 0 between writes.
+        levels: what is left of the API key's limits, where it has any.
+        span: of the whole request, while traces are sent.
         follows: nobody rings for it: it reads a stream that was opened elsewhere, or by a client that left.
         announced: its client knows the stream's id, and so can come back to it.
         levels: what is left of the API key's limits, where it has any.
@@ -144,6 +147,7 @@ class Exchange:
         "pending",
         "sending_since",
         "silent_since",
+        "span",
         "task",
         "unsent_bytes",
     )  # fmt: skip
@@ -168,6 +172,7 @@ class Exchange:
         self.last_token_at = 0.0
         self.task: asyncio.Task[object] | None = None
         self.levels: Levels | None = None
+        self.span: tracing.Span | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property

@@ -152,7 +152,7 @@ class Repair:
         except BrokerDown:
             choice.touched = 0.0
         except (BrokerError, WireError):
-            log.exception("a reply log cannot be read", extra={"uid": choice.uid})
+            log.exception("a reply log cannot be read", extra=_naming(choice))
             choice.exchange.fail(LOST_DATA)
         finally:
             choice.reading = False
@@ -201,7 +201,7 @@ class Repair:
         if choice.reopens > MAX_REOPENS:
             choice.exchange.fail(GIVEN_UP)
             return
-        log.warning("a reply log is opened again (%s) behind %d tokens", why, choice.said, extra={"uid": choice.uid})
+        log.warning("a reply log is opened again (%s) behind %d tokens", why, choice.said, extra=_naming(choice))
         self._metrics.reopens.labels(why).inc()
         request = make_request(choice.exchange.job, [choice])
         again = make_repair(choice, self._replica, expect)
@@ -216,3 +216,8 @@ class Repair:
         choice.last_id, choice.entry = opened.log_ids[0], opened.entry
         choice.attempt = split_log_id(opened.log_ids[0])[0]
         choice.touched = choice.held_at = time.monotonic()
+
+
+def _naming(choice: Choice) -> dict[str, str]:
+    """Name a request in a log line, as `extra`: what looks after logs runs outside of any request."""
+    return {"uid": choice.uid, "request_id": choice.exchange.job.request_id}

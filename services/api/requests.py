@@ -50,6 +50,7 @@ def make_header(job: Job, choice: Choice, replica: str) -> ReplyHeader:
         request_id=job.request_id,
         index=choice.index,
         outline=job.outline,
+        traceparent=job.traceparent,
     )
 
 

@@ -24,6 +24,7 @@ from services.api.readers import Readers
 from services.api.repair import SWEEP_S, Repair
 from services.api.replies import CLIENT_GONE, Replies
 from services.api.settings import ApiSettings
+from shared import tracing
 from shared.broker.backoff import Backoff
 from shared.broker.connection import AsyncBroker
 from shared.errors import BrokerError, RateLimited, Unavailable
@@ -137,6 +138,12 @@ class ApiService:
         self.admission.enter(exchange.job)
         self.fleet.num_open = self.admission.num_choices
         self.metrics.in_flight.inc(len(exchange.choices))
+        job = exchange.job
+        exchange.span = tracing.start(
+            job.kind, job.traceparent, request_id=job.request_id, gen_ai__request__model=job.model
+        )
+        if exchange.span is not None:
+            job.traceparent = exchange.span.traceparent
 
     async def open(self, exchange: Exchange) -> None:
         """Queue a request.
@@ -196,6 +203,7 @@ class ApiService:
         self.admission.leave(exchange.job, finished)
         self.fleet.num_open = self.admission.num_choices
         self.metrics.in_flight.dec(len(exchange.choices))
+        _end_span(exchange, error)
         if exchange.job.purpose != "generate":
             return
         for choice in exchange.choices:
@@ -291,6 +299,21 @@ class ApiService:
             due = time.monotonic() + _LOOP_PROBE_S
             await asyncio.sleep(_LOOP_PROBE_S)
             self.metrics.event_loop_delay.observe(max(0.0, time.monotonic() - due))
+
+
+def _end_span(exchange: Exchange, error: ErrorBody | None) -> None:
+    """Say in the request's span how it ended, and what it used."""
+    if exchange.span is None:
+        return
+    prompt, cached, completion = count_usage(exchange)
+    ended = exchange.choices[0].ended
+    exchange.span.end(
+        gen_ai__usage__input_tokens=prompt,
+        gen_ai__usage__output_tokens=completion,
+        cached_tokens=cached,
+        choices=len(exchange.choices),
+        finish=_reason(ended.finish if ended else None, error),
+    )
 
 
 def _reason(finish: str | None, error: ErrorBody | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.pieces import Piece
 from services.detokenizer.state import Reply, Texts, rebuild
+from shared import tracing
 from shared.broker.call import Call
 from shared.broker.connection import Broker
 from shared.broker.log_id import LogId
@@ -160,7 +161,10 @@ class Speaker:
             self._metrics.dropped[reason].inc()
             if reason == "gap":
                 log.warning(
-                    "tokens from %d on are not said: the log ends at %d", piece.first, reply.said, extra={"uid": uid}
+                    "tokens from %d on are not said: the log ends at %d",
+                    piece.first,
+                    reply.said,
+                    extra={"uid": uid, "request_id": reply.header.request_id},
                 )
             return None
         return reply.say(uid, piece)
@@ -187,6 +191,13 @@ class Speaker:
         if item.terminal is None:
             self._replies[uid].touched_s = time.monotonic()
             return
-        del self._replies[uid]
+        _trace(uid, self._replies.pop(uid))
         if piece.finish is None:
             self._metrics.stop_matches.inc()
+
+
+def _trace(uid: str, reply: Reply) -> None:
+    """Record a finished reply in its trace, and in the log for those who look closely."""
+    name, parent = reply.header.request_id, reply.header.traceparent
+    tracing.record("detokenize", parent, reply.began_ns, time.time_ns(), request_id=name, tokens=reply.said)
+    log.debug("said to its end: %d tokens", reply.said, extra={"uid": uid, "request_id": name})

@@ -63,15 +63,18 @@ class Reply:
         attempt: who speaks.
         said: tokens in the log.
         touched_s: when it was last continued, on the monotonic clock.
+        began_ns: wall clock when this instance took it up.
+        header: head of the log.
     """
 
-    __slots__ = ("_fence", "_header", "_stops", "_text", "_texts", "attempt", "last", "said", "touched_s")
+    __slots__ = ("_fence", "_stops", "_text", "_texts", "attempt", "began_ns", "header", "last", "said", "touched_s")
 
     def __init__(self, last: LogId, header: ReplyHeader, fence: FenceHeader, texts: Texts) -> None:
         self.last = last
         self.attempt, self.said = split_log_id(last)
         self.touched_s = time.monotonic()
-        self._header = header
+        self.header = header
+        self.began_ns = time.time_ns()
         self._fence = fence
         self._texts = texts
         self._text = Incremental(texts.of(header), strip_start=_begins_a_text(fence, texts.vocabulary))
@@ -100,7 +103,7 @@ class Reply:
         if not ids and piece.finish is None:
             return None
         # The token that ends a reply (an end token, a stop token id) is counted, but is no part of the text.
-        is_silent = piece.finish == "stop" and not piece.complete and not self._header.include_stop
+        is_silent = piece.finish == "stop" and not piece.complete and not self.header.include_stop
         text, used, finish = self._speak(ids, piece.finish, is_silent=is_silent)
         logprobs: list[LogprobEntry] = []
         if piece.logprobs:
@@ -122,10 +125,10 @@ class Reply:
         prev = self.last
         if finish is None:
             self.last = make_log_id(self.attempt, self.said)
-            return Item(uid, prev, self.last, encode(delta), self._header.replica)
+            return Item(uid, prev, self.last, encode(delta), self.header.replica)
         self.last = make_end_id(self.said)
-        terminal = Terminal(self._fence.engine, self._fence.entry.encode(), life_ms(self._header))
-        return Item(uid, prev, self.last, encode(delta), self._header.replica, terminal)
+        terminal = Terminal(self._fence.engine, self._fence.entry.encode(), life_ms(self.header))
+        return Item(uid, prev, self.last, encode(delta), self.header.replica, terminal)
 
     def _speak(
         self, ids: Sequence[int], finish: FinishReason | None, *, is_silent: bool

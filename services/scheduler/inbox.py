@@ -15,7 +15,7 @@ from services.scheduler.agenda import Agenda
 from services.scheduler.core.link import Arrival
 from services.scheduler.desk import Desk, Read
 from services.scheduler.endings import Endings
-from services.scheduler.ledger import Held, Ledger, Phase, naming
+from services.scheduler.ledger import Held, Ledger, Phase, naming, trace
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.backoff import Backoff
 from shared.broker.call import Call
@@ -181,6 +181,7 @@ class Inbox:
                 self._ledger.speak(held, answer.attempt, answer.said, answer.launches)
                 self._metrics.queued(time.time() - held.request.arrival_ms / 1000)
                 self._metrics.stage("admit", held.fenced_ns - held.read_ns)
+                trace(held, "queue", held.read_ns, held.fenced_ns, launches=answer.launches)
                 if answer.said:
                     self._replays[held.uid] = held
                 else:

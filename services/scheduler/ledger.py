@@ -4,14 +4,18 @@ Owns the record of each request (waiting, live or finished), the order in which 
 suspects; belongs to the I/O thread alone. Pure: knows neither the broker nor the step loop.
 """
 
+import logging
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
 from services.scheduler.core.queue import WaitingQueue
+from shared import tracing
 from shared.broker.streams import Why
 from shared.messages import GenerateRequest
+
+log = logging.getLogger(__name__)
 
 Verdict = Literal["keep", "moved", "restart", "behind"]
 
@@ -89,6 +93,13 @@ class Held:
 def naming(held: Held) -> dict[str, str]:
     """Name a request in a log line, as `extra`."""
     return {"uid": held.uid, "request_id": held.request.request_id}
+
+
+def trace(held: Held, stage: str, start_ns: int, end_ns: int, **numbers: int) -> None:
+    """Record a stage of a request in its trace, and in the log for those who look closely."""
+    request = held.request
+    tracing.record(stage, request.traceparent, start_ns, end_ns, request_id=request.request_id, **numbers)
+    log.debug("%s: %.1f ms", stage, (end_ns - start_ns) / 1e6, extra=naming(held))
 
 
 class Ledger:

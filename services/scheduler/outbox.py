@@ -14,7 +14,7 @@ from typing import Final
 from services.scheduler.agenda import Agenda
 from services.scheduler.core.batch import RowLogprobs
 from services.scheduler.core.link import PromptEcho, StepOutput
-from services.scheduler.ledger import Held, Ledger
+from services.scheduler.ledger import Held, Ledger, trace
 from services.scheduler.metrics import SchedulerMetrics
 from shared.broker.call import Call
 from shared.broker.streams import length, publish_tokens
@@ -75,11 +75,13 @@ class Outbox:
             if place in starts:
                 held.first_ns = stamp_ns
                 self._metrics.stage("prefill", stamp_ns - held.fenced_ns)
+                trace(held, "prefill", held.fenced_ns, stamp_ns, prompt_tokens=starts[place][0])
             if place in finishes:
                 ledger.finish(held)
                 self._metrics.finished(finishes[place])
                 if held.first_ns:
                     self._metrics.stage("decode", stamp_ns - held.first_ns)
+                    trace(held, "decode", held.first_ns, stamp_ns, tokens=index - held.base)
             found = shards.get(held.shard)
             if found is None:
                 shards[held.shard] = [(place, held)]

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from services.tokenizer import traces
 from services.tokenizer.encode import HEAVY_CHARS, Encoded, PromptEncoder, weigh
 from services.tokenizer.engines import Engines
 from services.tokenizer.metrics import Outcome, TokenizerMetrics
@@ -139,6 +140,7 @@ class Worker:
         weight = 0
         for entry, request in self._alive(entries):
             self._metrics.waited(self._clock() - request.arrival_ms / 1000)
+            traces.queued(request)
             weight_of_one = weigh(request)
             if weight_of_one > HEAVY_CHARS:
                 limit = self._engines.max_seq_len
@@ -160,6 +162,7 @@ class Worker:
             self._bury(entry, "crash", ServerFault("the request could not be tokenized, repeatedly"))
         else:
             for _, request in self._alive([entry]):
+                traces.queued(request)
                 self._hold(entry, self._encode_one(request, self._engines.max_seq_len))
         self._settle()
 
@@ -206,25 +209,30 @@ class Worker:
         """Encode in one batch; should that fail as a whole, one by one, so that one request fails alone."""
         if not batch:
             return
-        began = time.perf_counter()
+        began, began_ns = time.perf_counter(), time.time_ns()
         limit = self._engines.max_seq_len
         try:
             answers = self._encoder.encode([request for _, request in batch], limit)
         except Exception as e:
             log.error("a batch could not be encoded (%s); its requests are encoded one by one", type(e).__name__)
             answers = [self._encode_one(request, limit) for _, request in batch]
+        else:
+            traces.encoded([request for _, request in batch], began_ns)
         self._metrics.encoded(len(batch), time.perf_counter() - began)
         for (entry, _), answer in zip(batch, answers, strict=True):
             self._hold(entry, answer)
 
     def _encode_one(self, request: TokenizeRequest, limit: int) -> Encoded | Delta | RequestError:
         """Encode one request, on any thread. Whatever is wrong with it is its answer."""
+        began_ns = time.time_ns()
         try:
-            return self._encoder.encode([request], limit)[0]
+            answer = self._encoder.encode([request], limit)[0]
         except Exception as e:  # its text may be in the message, so only the kind is told
             where = {"request_id": request.request_id}
             log.error("a request could not be encoded: %s", type(e).__name__, extra=where)
             return ServerFault("the request could not be tokenized")
+        traces.encoded([request], began_ns)
+        return answer
 
     def _hold(self, entry: QueueEntry, answer: Encoded | Delta | RequestError) -> None:
         if isinstance(answer, Encoded):

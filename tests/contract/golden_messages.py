@@ -130,6 +130,7 @@ SAMPLES: list[msgspec.Struct] = [
         request_id="req-1",
         index=1,
         outline=OUTLINE,
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ),
     FenceHeader(engine="scheduler-0-1a2b3c4d", entry="1-0", prompt_tokens=31, prompt_tail=[7, 8]),
     Said([9, 10], "of a mill", logprobs=[LOGPROB], prompt_tokens=31, cached_tokens=16, prompt=[LOGPROB]),
