@@ -12,7 +12,7 @@ from services.api.intake import chat_job, completion_job
 from services.api.job import mix_seed
 from services.api.schema import ChatRequest, CompletionRequest, parse
 from shared.dialect import Dialect
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, Unavailable
 from tests.api.conftest import RunningApi
 from tests.api.engine_side import MODEL, EngineSide
 
@@ -173,6 +173,14 @@ def test_tools_are_shown_unless_none_is_chosen() -> None:
         body = {**HI, "tools": [TOOL], "tool_choice": choice}
         job = chat_job(parse(ChatRequest, json.dumps(body).encode()), 64, DIALECT)
         assert (job.tools == [TOOL]) is shown
+
+
+def test_tools_wait_for_a_tokenizer_that_tells_how_they_are_called() -> None:
+    body = parse(ChatRequest, json.dumps({**HI, "tools": [TOOL]}).encode())
+    with pytest.raises(Unavailable):
+        chat_job(body, 64, None)
+    body.tool_choice = "none"
+    assert chat_job(body, 64, None).outline is None
 
 
 def test_contents_become_text() -> None:
