@@ -17,14 +17,7 @@ NUM_FAULTS = 22
 def test_nothing_is_lost_under_faults_of_every_kind() -> None:
     words = f"--seed {SEED} --brief --faults {NUM_FAULTS} --requests {NUM_FAULTS * 8} --log /dev/null".split()
     command = [sys.executable, "-m", "bench.chaos", *words]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.chaos", *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=380,
-        check=False,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=380, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "indices missing                0\n" in done.stdout
