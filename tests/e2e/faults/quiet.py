@@ -58,7 +58,8 @@ def keys_left(stack: Stack, *, ended_logs: bool = False) -> list[str]:
 
     Args:
         stack: whose broker.
-        ended_logs: logs that have ended may be there, as long as they are about to go by themselves.
+        ended_logs: logs that have ended may be there, as long as they are about to go by themselves; so may the
+            records of streams that could be come back to, but none that is counted as unfinished.
     """
     left = []
     with stack.redis() as broker:
@@ -71,7 +72,7 @@ def keys_left(stack: Stack, *, ended_logs: bool = False) -> list[str]:
             lasting = broker.pttl(key) == -1
             if kind in ("inbox", "abort") and not lasting:
                 continue
-            if kind == "reply" and ended_logs and not lasting:
+            if kind in ("reply", "stream") and ended_logs and not lasting:
                 continue
             left.append(f"{key}{' for ever' if lasting else ''}")
         for key in broker.scan_iter(match=f"{PREFIX}:tokenize:*", count=1000):
