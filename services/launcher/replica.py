@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from services.api import log_reading
 from shared.broker.backoff import Backoff
 from shared.broker.connection import Broker
 from shared.broker.log_id import NO_LOG, LogId, split_log_id
-from shared.broker.replies import EndEntry, TokensEntry, delete_logs, end, read_inbox, read_log, trim_inbox
+from shared.broker.replies import delete_logs, end, read_inbox, read_log, trim_inbox
 from shared.broker.streams import FIRST, Choice, open_request
 from shared.errors import BrokerDown, MillraceError, RateLimited, RequestError, Unavailable
 from shared.heart import Heart
@@ -143,6 +144,7 @@ class _Following:
         self._header = header
         self._uid = request.uids[0]
         self._last = NO_LOG
+        self._over = NO_LOG
         self._attempt = 0
         self._ids: list[int] = []
         self._text: list[str] = []
@@ -196,7 +198,7 @@ class _Following:
     def _open(self) -> None:
         """Queue it; also again, with what was said, after a broker that lost its data."""
         said = Said(self._ids, "".join(self._text)) if self._ids else None
-        choice = Choice(self._uid, self._header, NO_LOG, self._attempt, said)
+        choice = Choice(self._uid, self._header, self._over, self._attempt, said)
         cap = None if self._opened else _QUEUE_CAP
         opened = self._broker.run(open_request(self._broker.keys, self._request, [choice], cap=cap))
         if opened.outcome == "FULL":
@@ -207,17 +209,22 @@ class _Following:
         self._attempt = max(self._attempt, split_log_id(self._last)[0])
 
     def _read(self) -> Iterator[Delta]:
-        """Say what the log has beyond what was said."""
+        """Say what the log has beyond what was said; one that has lost some of that is opened again over what it has.
+
+        Its tokens are compared, not its ids: after lost data the same ids may stand behind other tokens.
+        """
         entries = self._broker.run(read_log(self._broker.keys, self._uid))
-        if not entries:
-            self._last = NO_LOG
-        for entry in entries:
-            if split_log_id(entry.log_id) <= split_log_id(self._last):
-                continue
-            if isinstance(entry, TokensEntry | EndEntry):
-                yield from self._say(entry.log_id, entry.delta)
-            else:
-                self._move(entry.log_id)
+        reading = log_reading.read(entries, self._ids)
+        self._attempt = max(self._attempt, reading.attempt)
+        match reading.verdict:
+            case "lost":
+                raise AnswerFailed("the message broker lost part of this answer", code="broker_lost_data")
+            case "reopen":
+                self._last, self._over = NO_LOG, reading.last
+            case "continue":
+                self._last = reading.last or self._last
+                for log_id, delta in reading.fresh:
+                    yield from self._say(log_id, delta)
 
     def _move(self, log_id: LogId) -> None:
         self._last = log_id
