@@ -223,6 +223,14 @@ def test_what_cannot_be_resumed_is_refused(
     assert answer.json()["error"]["param"] in ("X-Millrace-Resume", "n")
 
 
+def test_resuming_is_described(api: RunningApi) -> None:
+    paths = api.get("/openapi.json").json()["paths"]
+    assert [p["name"] for p in paths[CHAT]["post"]["parameters"]] == ["X-Millrace-Resume"]
+    stream = paths["/v1/streams/{response}"]
+    assert set(stream) == {"get", "delete"}
+    assert {"response", "Last-Event-ID", "last_event_id"} == {p["name"] for p in stream["get"]["parameters"]}
+
+
 def test_an_error_before_the_first_token_leaves_nothing(api: RunningApi, engine: EngineSide) -> None:
     before = set(keys_of_requests(engine)) - {engine.broker.keys.streams.encode()}
     engine.reject = lambda request: TOO_LONG

@@ -1,13 +1,14 @@
 """The three routes that generate text: chat, completions, and the plain interface."""
 
 from collections.abc import Callable
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from services.api.answer_schema import ChatCompletion, PlainAnswer, TextCompletion
 from services.api.auth import Tenant
-from services.api.body import read_body, read_timeout, read_traceparent, wants_resume
+from services.api.body import RESUME, read_body, read_timeout, read_traceparent, wants_resume
 from services.api.intake import chat_job, completion_job, generate_job
 from services.api.job import Job
 from services.api.openapi import described
@@ -17,6 +18,15 @@ from services.api.service import ApiService
 from services.api.streaming import GenerationResponse
 
 router = APIRouter()
+
+_RESUMABLE: Final[dict[str, Any]] = {
+    "parameters": [
+        {
+            "name": RESUME, "in": "header", "required": False, "schema": {"type": "string", "enum": ["0", "1"]},
+            "description": "1: give every event of the stream an id to come back to, at /v1/streams/{response}",
+        }
+    ]
+}  # fmt: skip
 
 
 def sign(request: Request, job: Job, cost_bytes: int) -> Job:
@@ -48,13 +58,13 @@ def _chat_job(data: bytes, service: ApiService) -> Job:
     return chat_job(body, service.settings.max_json_depth, service.fleet.dialect(body.model))
 
 
-@router.post("/v1/chat/completions", openapi_extra=described(ChatRequest, ChatCompletion, streams=True))
+@router.post("/v1/chat/completions", openapi_extra=described(ChatRequest, ChatCompletion, streams=True) | _RESUMABLE)
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     return await _respond(request, _chat_job)
 
 
-@router.post("/v1/completions", openapi_extra=described(CompletionRequest, TextCompletion, streams=True))
+@router.post("/v1/completions", openapi_extra=described(CompletionRequest, TextCompletion, streams=True) | _RESUMABLE)
 async def completions(request: Request) -> Response:
     """Continue a text."""
     return await _respond(request, lambda d, s: completion_job(parse(CompletionRequest, d), s.settings.max_json_depth))

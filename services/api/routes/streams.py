@@ -6,7 +6,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.api.auth import ANYBODY
+from services.api.auth import Tenant
 from services.api.job import Job
 from services.api.places import HEADER, QUERY
 from services.api.readers import no_such_stream
@@ -49,7 +49,7 @@ async def _attach(request: Request, response: str) -> Job:
     name = _RESPONSE_ID.fullmatch(response)
     if name is None:
         raise no_such_stream()
-    tenant = request.scope.get("state", {}).get("tenant", ANYBODY)
+    tenant: Tenant = request.scope["state"]["tenant"]
     job = await service.readers.attach(name[1], tenant.key_hash)
     if response_id(job) != response:
         raise no_such_stream()
