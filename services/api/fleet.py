@@ -95,6 +95,7 @@ class Fleet:
         self._num_living = {role: metrics.gauge(LIVING).labels(role) for role in ROLES}
         self._leases_lost = {role: metrics.counter(LEASES_LOST).labels(role) for role in ROLES}
         self._dead: dict[Role, set[str]] = {}
+        self._well_at = time.monotonic()
         self.connected = False
         self.memory_ratio = 0.0
         self.draining = False
@@ -129,6 +130,8 @@ class Fleet:
                     self._on_reconnect()
                 was_up = has_been_up = True
             self.connected = was_up
+            if was_up and self.memory_ratio <= MEMORY_LIMIT:
+                self._well_at = time.monotonic()
             self._show(was_up)
             await asyncio.sleep(max(0.0, BEAT_S - (time.monotonic() - began)))
 
@@ -194,6 +197,11 @@ class Fleet:
             dead = set(self._observer.dead(role))
             self._leases_lost[role].inc(len(dead - self._dead.get(role, set())))
             self._dead[role] = dead
+
+    @property
+    def unwell_s(self) -> float:
+        """Say for how long the broker has been away or short of memory, give or take a heartbeat."""
+        return time.monotonic() - self._well_at
 
     def living(self, role: Role, model: str) -> list[Heartbeat]:
         """Give the living of a role that serve a model."""

@@ -37,6 +37,7 @@ from shared.version import VERSION
 log = logging.getLogger(__name__)
 
 SHUTTING_DOWN: Final = to_body(Unavailable("the server is shutting down", code="shutting_down"))
+BROKER_AWAY: Final = to_body(Unavailable("the message broker was away for too long", code="broker_unavailable"))
 _SETTLE_S: Final = 2.0
 _LOOP_PROBE_S: Final = 0.1
 
@@ -277,8 +278,16 @@ class ApiService:
                 exchange.silent_since = now
                 exchange.comment_due = True
                 exchange.wake()
+            if exchange.num_open:
+                self._check_broker(exchange, now)
             if self.fleet.connected and exchange.num_open:
                 self._check_services(exchange)
+
+    def _check_broker(self, exchange: Exchange, now: float) -> None:
+        """End a request that hears nothing because of a broker that stays away, or takes nothing."""
+        silent_s = now - max(exchange.opened_at, exchange.last_token_at)
+        if min(silent_s, self.fleet.unwell_s) > self.settings.no_engine_timeout:
+            exchange.fail(BROKER_AWAY)
 
     def _check_services(self, exchange: Exchange) -> None:
         """End a request that waits for a service which stays away."""

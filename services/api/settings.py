@@ -52,7 +52,7 @@ class ApiSettings(ServiceSettings):
         sse_comment_interval: seconds of silence after which a stream gets a comment line.
         resume_for: seconds a stream that can be resumed waits for its client, and is kept after its end.
         missing_grace: seconds a service may be away (a restart) before new requests are refused.
-        no_engine_timeout: seconds a running request waits for an engine before it ends with a 503.
+        no_engine_timeout: seconds a running request waits for an engine, or for the broker, before it ends with a 503.
         max_timeout: largest deadline a client may ask for, seconds.
         repair_after: seconds an unfinished reply may be silent before its log is looked at.
         reopen_after: seconds a request may be held by nobody before it is opened again.

@@ -250,6 +250,22 @@ def test_a_broker_that_goes_and_comes_back(start_api: StartApi, start_redis: Any
         side.stop()
 
 
+def test_a_broker_that_stays_away_ends_what_waits(
+    start_api: StartApi, start_redis: Any, api_settings: dict[str, Any]
+) -> None:
+    server: RedisServer = start_redis()
+    side = EngineSide(RedisSettings(redis_url=server.url, redis_prefix="gone")).start()
+    try:
+        api = start_api(redis_url=server.url, redis_prefix="gone", no_engine_timeout=2.0)
+        api.wait_ready()
+        before = started(api, side)
+        server.kill()
+        answer = before.answer()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "broker_unavailable")
+    finally:
+        side.stop()
+
+
 def test_the_queue_is_bounded(start_api: StartApi, engine: EngineSide) -> None:
     engine.max_running = 1
     api = start_api(max_queued_requests=2)
