@@ -65,7 +65,7 @@ OWN: Final[Json] = {
 }
 EVERYTHING: Final[Json] = {
     "global": {"imageRegistry": "registry.example.com/", "imagePullSecrets": [{"name": "pull"}], "storageClass": "ssd"},
-    "settings": {"logLevel": "debug", "lease": 10},
+    "settings": {"logLevel": "debug", "lease": 10, "otlpEndpoint": "http://collector.tracing:4318"},
     "models": {
         **MODELS,
         "qwen": {

@@ -64,14 +64,16 @@ class Container:
             place.mkdir()
             self._mounts[mount["mountPath"]] = str(place)
             secret = volumes.get(mount["name"], {}).get("secret")
-            for item in secret["items"] if secret else []:
-                (place / item["path"]).write_bytes(release.secret(secret["secretName"], item["key"]))
+            if secret:
+                held = find(release.manifests, "Secret", secret["secretName"])["data"]
+                for item in secret.get("items", [{"key": key, "path": key} for key in held]):
+                    (place / item["path"]).write_bytes(base64.b64decode(held[item["key"]]))
 
     def _local(self, text: str) -> str:
         """Turn paths of the container into those of this machine, in a word of a command or a variable."""
         inside = "|".join(map(re.escape, self._mounts))
         text = re.sub(rf"(?<![\w.])({inside})(?=[/ ]|$)", lambda found: self._mounts[found[0]], text)
-        return text.replace("--port 6379", f"--port {self.port}")
+        return text.replace("port 6379", f"port {self.port}")
 
     def _value(self, release: "Release", owner: str, value: Any) -> str:
         if isinstance(value, str):
@@ -82,7 +84,8 @@ class Container:
 
     def run_probe(self, probe: str) -> int:
         """Run an exec probe as kubelet does, with the container's variables: its exit code."""
-        argv = [word.replace("redis-cli", f"redis-cli -p {self.port}") for word in self.spec[probe]["exec"]["command"]]
+        words = [self._local(word) for word in self.spec[probe]["exec"]["command"]]
+        argv = [word.replace("redis-cli", f"redis-cli -p {self.port}") for word in words]
         return subprocess.run(argv, env=self._environment, capture_output=True, timeout=60).returncode
 
     def ask(self, probe: str, timeout_s: float = 5.0) -> int:

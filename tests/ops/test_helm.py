@@ -163,6 +163,18 @@ def test_the_grace_period_holds_all_that_an_end_takes(name: str) -> None:
                 assert pod["spec"]["terminationGracePeriodSeconds"] == pre_stop + drain + 15, owner
 
 
+def test_a_rollout_waits_as_long_as_a_start_may_take() -> None:
+    patient = render({"probes": {"startup": {"failureThreshold": 2000}}})
+    for manifests, seconds in ((made("default"), 3660), (patient, 10060)):
+        assert {m["spec"]["progressDeadlineSeconds"] for m in manifests if m["kind"] == "Deployment"} == {seconds}
+
+
+def test_a_user_that_the_cluster_picks() -> None:
+    manifests = render({"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}})
+    context = find(manifests, "Deployment", "rel-millrace-api")["spec"]["template"]["spec"]["securityContext"]
+    assert context.keys() == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
+
+
 def test_gpus_follow_from_the_ranks() -> None:
     pod = find(made("gpu"), "Deployment", "rel-millrace-scheduler-qwen")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -339,6 +351,8 @@ def test_nobody_but_the_services_reaches_redis() -> None:
     assert peer["podSelector"]["matchExpressions"][0]["values"] == ["api", "tokenizer", "scheduler", "detokenizer"]
     opened = find(made("everything"), "NetworkPolicy", "rel-millrace-api")["spec"]["ingress"][0]["from"]
     assert {"namespaceSelector": {"matchLabels": {"name": "ingress"}}} in opened
+    workers = find(made("everything"), "NetworkPolicy", "rel-millrace-workers")["spec"]["egress"]
+    assert {"ports": [{"port": 4318, "protocol": "TCP"}]} in workers, "the collector of traces"
     assert not [m for m in made("nothing") if m["kind"] == "NetworkPolicy"]
 
 
@@ -363,3 +377,11 @@ def test_a_packed_chart_is_the_same_chart(tmp_path: Path) -> None:
         texts = dict(loaded.render(EVERYTHING, name="rel", namespace="ns"))
     plain = {path: text for path, text in render_texts(EVERYTHING).items() if "secrets.yaml" not in path}
     assert {path: text for path, text in texts.items() if "secrets.yaml" not in path} == plain
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_the_readme_render(number: int) -> None:
+    blocks = (CHART / "README.md").read_text("utf-8").split("```yaml\n")[1:]
+    values = yaml.safe_load(blocks[number].partition("```")[0])
+    assert len(blocks) == 2
+    assert not [said for manifest in render(values) if (said := wrong(manifest, VERSIONS[-1]))]

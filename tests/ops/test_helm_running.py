@@ -1,5 +1,6 @@
 """What the chart's manifests and notes tell people and clusters to run, run for real: against the fake engine."""
 
+import base64
 import json
 import re
 import shlex
@@ -17,7 +18,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from services.launcher.redis_server import Program
+from tests.conftest import StartRedis
 from tests.ops.chart import Json, find, render_texts
+from tests.ops.compose_file import ROOT
 from tests.ops.release import Release
 from tests.shared.tiny_models import byte_level_tokenizer, write_folder
 from tests.waiting import eventually
@@ -130,6 +133,55 @@ def test_no_secret_is_in_a_log(release: Release) -> None:
     for container in release.containers.values():
         text = container.log.read_text("utf-8", "replace")
         assert not [secret for secret in (PASSWORD, "sk-1", "scrape") if secret in text]
+
+
+def certificate(folder: Path) -> dict[str, str]:
+    """Make a certificate for this machine that signs itself; give the files of its secret."""
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
+    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files]
+    subprocess.run(argv, check=True, capture_output=True)
+    pem = {name: base64.b64encode((folder / name).read_bytes()).decode() for name in ("tls.key", "tls.crt")}
+    return {**pem, "ca.crt": pem["tls.crt"]}
+
+
+def test_redis_with_tls(tmp_path: Path, redis_program: Program) -> None:
+    place = tmp_path / "release"
+    place.mkdir()
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tls"}, "data": certificate(tmp_path)}
+    tls = {"tls": {"enabled": True, "existingSecret": "tls"}, "auth": {"password": PASSWORD}}
+    release = Release(place, redis_program, {**VALUES, "redis": tls, "extraObjects": [secret]})
+    try:
+        server = release.start("rel-millrace-redis")
+        speaks_tls = "libssl" in subprocess.run(["ldd", redis_program.path], capture_output=True, text=True).stdout
+        if not speaks_tls:
+            assert server.process.wait(60) != 0, "a server without TLS never serves without it"
+            return
+        eventually(lambda: server.run_probe("readinessProbe") == 0, "Redis answers", 60)
+        service = release.start("rel-millrace-detokenizer-tiny")
+        service.wait_ready()
+        assert server.run_probe("livenessProbe") == 0
+    finally:
+        release.close()
+
+
+def test_a_redis_outside_with_a_user_limited_to_the_prefix(
+    tmp_path: Path, redis_program: Program, start_redis: StartRedis
+) -> None:
+    server = start_redis()
+    documented = re.search(r"`~<prefix>:\* ([^`]+)`", (ROOT / "docs/operations.md").read_text("utf-8"))
+    assert documented is not None
+    with redis.Redis(port=server.port) as admin:
+        rules = documented[1].split()
+        admin.execute_command("ACL", "SETUSER", "mill", "on", f">{PASSWORD}", "~ns.rel-millrace:*", *rules)
+        admin.execute_command("ACL", "SETUSER", "default", "off")
+    outside = {"host": "127.0.0.1", "port": server.port, "username": "mill", "password": PASSWORD}
+    values = {**VALUES, "redis": {"enabled": False}, "externalRedis": outside}
+    release = Release(tmp_path, redis_program, values)
+    try:
+        release.start("rel-millrace-detokenizer-tiny").wait_ready()
+    finally:
+        release.close()
 
 
 class SlowHub:

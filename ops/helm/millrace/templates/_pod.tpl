@@ -21,6 +21,11 @@ model (of a worker; the api has none). */}}
 {{- add $preStop (include "millrace.drain" .) .root.Values.drain.bufferSeconds -}}
 {{- end -}}
 
+{{/* Seconds that a rollout may wait for a pod: its start probe's, and a minute. */}}
+{{- define "millrace.deadline" -}}
+{{- add (mul .Values.probes.startup.periodSeconds .Values.probes.startup.failureThreshold) 60 -}}
+{{- end -}}
+
 {{/* A map of settings in camel case as variables. */}}
 {{- define "millrace.settings" -}}
 {{- range $name, $value := . }}
