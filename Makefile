@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak lint lint-ops fmt dashboards pictures env-example clean build up down ps logs lock sbom
+.PHONY: help run dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak chaos lint lint-ops fmt dashboards pictures page-pictures env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -110,8 +110,14 @@ soak: $(VENV)/.dev-ready ## Ask 10,000 times and see what is left: make soak [AR
 dashboards: $(VENV)/.dev-ready ## Write the dashboards and docs/metrics.md from the metric tables
 	@$(BIN)/python -m tools.dashboards && $(BIN)/python -m tools.metrics_doc
 
-pictures: $(VENV)/.dev-ready ## Draw the dashboards from a load run: docs/pictures; needs Prometheus on the PATH
-	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m tools.dashboards.pictures
+pictures: $(VENV)/.dev-ready ## Draw the dashboards from a load run into docs/pictures; needs Prometheus on the PATH
+	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m bench.dashboard_pictures
+
+page-pictures: $(VENV)/.dev-ready ## Take the pictures of the page: docs/images; needs chromium and chromium-driver
+	@$(BIN)/python -m tools.page_pictures
+
+chaos: $(VENV)/.dev-ready ## Load under a seeded schedule of faults, compared token by token: make chaos [ARGS="--seed 2 --brief"]
+	@$(BIN)/python -m bench.chaos $(ARGS)
 
 env-example: $(VENV)/.dev-ready ## Write .env.example and the chart's schema from the settings classes
 	@$(BIN)/python -m tools.env_example
