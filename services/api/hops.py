@@ -1,7 +1,8 @@
 """How much waits between the services: the length of each stream and the age of its oldest entry, by the broker.
 
 Measured when somebody asks, once a second at most, in one round trip; so the figures are true even when the service
-that should read a stream is dead, and cost nothing while nobody looks.
+that should read a stream is dead, and cost nothing while nobody looks. The inbox of a replica is no queue: it is read
+at once, and what is read stays in it for a while.
 """
 
 import asyncio
@@ -62,5 +63,3 @@ class Hops:
                 yield "tokens", f"{model} {shard}", keys.tokens(model, shard)
         for engine in self._pipeline.names("scheduler")[:MAX_MEASURED]:
             yield "generate", engine, keys.generate(engine)
-        for replica in self._pipeline.names("api")[:MAX_MEASURED]:
-            yield "inbox", replica, keys.inbox(replica)

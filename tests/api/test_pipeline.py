@@ -180,7 +180,7 @@ def test_the_route_shows_all_replicas_and_what_they_have_said(start_api: StartAp
         eventually(lambda api=api: any(picture(api)["history"]["tokens_per_s"]), "its tokens are counted everywhere")
         eventually(lambda api=api: picture(api)["history"]["ttft_p50"][-1], "and how long the first one took")
     streams = {hop["stream"] for hop in picture(one)["hops"]}
-    assert streams == {"tokenize", "generate", "tokens", "inbox"}
+    assert streams == {"tokenize", "generate", "tokens"}
     at = picture(one)["history"]["t"][-1]
     assert all(t > at for t in picture(one, at)["history"]["t"])
     assert one.get("/v1/pipeline?since=soon").status_code == 400

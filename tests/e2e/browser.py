@@ -79,8 +79,10 @@ class Browser:
 
     def forget(self) -> None:
         """Let go of the page and of what it keeps of the last test."""
+        self.driver.get(self.js("return location.origin") + "/page/icon.svg")  # the page saves itself as it goes
         self.js("sessionStorage.clear(); localStorage.clear()")
         self.driver.get("about:blank")
+        self.complaints()  # a picture by itself has no icon
 
 
 @contextmanager

@@ -2,12 +2,11 @@
 
 const KEY = "millrace.key";
 
-/** An answer that is no success. `status` is 0 when the server was not reached; `param` is what it did not like. */
+/** An answer that is no success. `status` is 0 when the server was not reached. */
 export class ApiError extends Error {
-  constructor(status, message, param) {
+  constructor(status, message) {
     super(message);
     this.status = status;
-    this.param = param;
   }
 }
 
@@ -37,7 +36,7 @@ export async function call(path, { method = "GET", body, headers = {}, signal, q
   if (response.ok) return response;
   if (response.status === 401 && !quiet) listeners.keyNeeded();
   const told = await response.json().catch(() => null);
-  throw new ApiError(response.status, told?.error?.message ?? `The server answered ${response.status}.`, told?.error?.param);
+  throw new ApiError(response.status, told?.error?.message ?? `The server answered ${response.status}.`);
 }
 
 function cut(error) {

@@ -136,12 +136,11 @@ export class Chat {
   answer() {
     const body = this.body();
     const message = this.keep(newAnswer(body.model));
-    const post = (signal, headers) => call("/v1/chat/completions", { method: "POST", body, signal, headers });
-    const open = (signal) =>
-      post(signal, { "x-millrace-resume": "1" }).catch((error) => {
-        if (error.param !== "X-Millrace-Resume") throw error;
-        return post(signal, {});
-      });
+    const headers = { "x-millrace-resume": "1" };
+    const open = async (signal) => {
+      body.model ||= await firstModel(signal); // asked before the server has told what it serves
+      return call("/v1/chat/completions", { method: "POST", body, signal, headers });
+    };
     return this.run(message, this.add(message), open);
   }
 
@@ -250,6 +249,11 @@ export class Chat {
       write(sessionStorage, TALK, this.talk.map((message) => ({ ...message, tokens: [] })));
     }
   }
+}
+
+async function firstModel(signal) {
+  const { data } = await (await call("/v1/models", { signal })).json();
+  return data[0]?.id ?? "";
 }
 
 /** Adds a chunk to a message. */

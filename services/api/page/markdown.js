@@ -2,6 +2,7 @@
 
 import { el } from "./dom.js";
 
+const ITEM = /^\s*(?:[-*+]|\d+[.)]) (.*)$/;
 const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/g;
 
 /**
@@ -58,7 +59,7 @@ function block(source) {
   if (/^\s{0,3}(```|~~~)/.test(lines[0])) return code(lines);
   const heading = /^(#{1,6}) (.*)$/.exec(source);
   if (heading) return el("p", { class: "heading", role: "heading", "aria-level": heading[1].length + 1 }, ...inline(heading[2]));
-  if (lines.every((line) => /^\s*([-*+]|\d+[.)]) |^\s{2,}/.test(line))) return list(lines);
+  if (ITEM.test(lines[0]) && lines.every((line) => ITEM.test(line) || /^\s{2,}/.test(line))) return list(lines);
   if (lines.every((line) => line.startsWith(">"))) {
     return el("blockquote", {}, ...inline(lines.map((line) => line.replace(/^> ?/, "")).join("\n")));
   }
@@ -75,7 +76,7 @@ function list(lines) {
   const first = /^\s*(\d+)[.)]/.exec(lines[0]);
   const items = [];
   for (const line of lines) {
-    const item = /^\s*(?:[-*+]|\d+[.)]) (.*)$/.exec(line);
+    const item = ITEM.exec(line);
     if (item) items.push(item[1]);
     else items.push(`${items.pop() ?? ""}\n${line.trim()}`);
   }

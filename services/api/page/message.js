@@ -77,6 +77,9 @@ export class Message {
       const shade = SHADES.filter((bound) => probability >= bound).length;
       this.tokens.append(el("span", { class: `p${shade}`, title: `${(100 * probability).toFixed(1)} %` }, text));
     }
+    // What ends an answer (an end token, a stop string) is drawn by the model, and is no part of the text.
+    const { ended, content } = this.message;
+    while (ended && this.tokens.textContent.length > content.length) this.tokens.lastChild.remove();
   }
 
   /** Shows that nothing has come for a moment: the request is queued, or the connection was lost. */

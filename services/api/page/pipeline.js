@@ -16,12 +16,12 @@ const CHARTS = () => [
   new Chart("Prefix cache hits", { hit_rate: "now" }, percent, 1),
 ];
 
-/** The columns, and the streams that lead into them. */
+/** The columns, and the streams that lead into them; what leads into the api are its clients. */
 const STAGES = [
-  { role: "api", title: "api", streams: ["inbox"], queue: "text on its way to clients" },
-  { role: "tokenizer", title: "tokenizer", streams: ["tokenize"], queue: "requests to encode" },
-  { role: "scheduler", title: "scheduler and engine", streams: ["generate"], queue: "unfinished requests" },
-  { role: "detokenizer", title: "detokenizer", streams: ["tokens"], queue: "steps to put into words" },
+  { role: "api", title: "api", queue: "answers being given" },
+  { role: "tokenizer", title: "tokenizer", stream: "tokenize", queue: "requests to encode" },
+  { role: "scheduler", title: "scheduler and engine", stream: "generate", queue: "unfinished requests" },
+  { role: "detokenizer", title: "detokenizer", stream: "tokens", queue: "steps to put into words" },
 ];
 
 const EVENTS = {
@@ -32,6 +32,7 @@ const EVENTS = {
   woke: () => "is back",
   took: (count) => `took over ${requests(count)}`,
 };
+const total = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
 const key = ({ role, id }) => `${role} ${id}`;
 const requests = (count) => (count === 1 ? "1 request" : `${count} requests`);
 
@@ -53,7 +54,7 @@ export class Pipeline {
     for (const chart of this.charts) chart.draw(this.history);
     const held = new Map(picture.hops.filter((hop) => hop.stream === "generate").map((hop) => [hop.of, hop]));
     this.drawCards(picture.instances, held);
-    for (const stage of this.stages) stage.drawQueue(picture.hops);
+    for (const stage of this.stages) stage.drawQueue(picture);
     this.drawEvents(picture.events);
     this.drawNotice(picture);
   }
@@ -113,10 +114,9 @@ export class Pipeline {
 
 /** A column: one role, its instances, and the queue in front of it. */
 class Stage {
-  constructor({ role, title, streams, queue }) {
+  constructor({ role, title, stream, queue }) {
     this.role = role;
-    this.streams = streams;
-    this.queueName = queue;
+    this.stream = stream;
     this.depth = el("strong", {}, "0");
     this.age = el("span", {}, "");
     this.queue = el("p", { class: "queue" }, this.depth, ` ${queue}`, this.age);
@@ -124,12 +124,13 @@ class Stage {
     this.node = el("section", { class: `stage ${role}`, "aria-label": title }, el("h2", {}, title), this.queue, this.list);
   }
 
-  drawQueue(hops) {
-    const mine = hops.filter((hop) => this.streams.includes(hop.stream));
-    const length = mine.reduce((sum, hop) => sum + hop.length, 0);
+  drawQueue({ hops, instances }) {
+    const mine = hops.filter((hop) => hop.stream === this.stream);
+    const open = instances.filter((instance) => instance.role === this.role && instance.gone_s === null);
+    const length = total(this.stream ? mine.map((hop) => hop.length) : open.map((instance) => instance.running));
     const oldest = Math.max(0, ...mine.map((hop) => hop.oldest_s));
     say(this.depth, short(length));
-    say(this.age, length ? `, oldest ${duration(oldest)}` : "");
+    say(this.age, length && this.stream ? `, oldest ${duration(oldest)}` : "");
     this.queue.classList.toggle("empty", length === 0);
   }
 }
