@@ -29,7 +29,7 @@ from bench.chaos.schedule import Fault, plan
 from bench.chaos.workload import NAN, POISON, Ask, hostile, make_pool, poison
 from bench.plane_stack import machine
 
-POOL: Final = {"fake": 66, "real": 11}
+POOL: Final = {"fake": 65, "real": 13}
 OVER_LIMIT_S: Final = 150.0
 _BEGUN_LIMIT_S: Final = 60.0
 _SLOW_S: Final = 0.03

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Literal
 
 import aiohttp
@@ -16,6 +17,7 @@ REFUSALS: Final = frozenset(
     {"broker_unavailable", "broker_full", "no_engine", "no_tokenizer", "no_detokenizer", "shutting_down", "queue_full"}
 )
 """What a client is told before its request is accepted: it may come again, and nothing was promised."""
+_RESUMABLE: Final = {"X-Millrace-Resume": "1"}
 _PAUSE_S: Final = 0.2
 _PATIENCE_S: Final = 90.0
 
@@ -31,6 +33,7 @@ class Client:
         api: place of the api in `urls` that accepted it.
         heard: choice -> pieces.
         tokens: as the server counted them; -1 untold.
+        resumptions: times it came back to its stream.
         refusals: codes of the answers that sent it away for a while.
         longest_silence_s: between being asked, any two events, and the end.
         begun: it has heard something, or it is over.
@@ -47,6 +50,7 @@ class Client:
         self.status = 0
         self.heard: dict[int, list[str]] = {}
         self.tokens = -1
+        self.resumptions = 0
         self.refusals: list[str] = []
         self.longest_silence_s = 0.0
         self.begun = asyncio.Event()
@@ -54,6 +58,8 @@ class Client:
         self._finished: set[int] = set()
         self._last_s = 0.0
         self._events = 0
+        self._response_id = ""
+        self._event_id = ""
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Ask until accepted, then hear it out."""
@@ -62,6 +68,9 @@ class Client:
             while time.monotonic() < deadline:
                 self._last_s = time.monotonic()
                 await self._once(session)
+                if self.outcome == "cut" and self._response_id and self.ask.resumes:
+                    self.outcome, self.code = "open", ""
+                    self.resumptions += 1
                 if self.outcome != "open":
                     return
                 await asyncio.sleep(_PAUSE_S)
@@ -73,16 +82,18 @@ class Client:
             self.begun.set()
 
     async def _once(self, session: aiohttp.ClientSession) -> None:
+        """Ask, or come back to what was begun."""
         self.status = 0
         try:
-            url = self._urls[self.api] + self.ask.path
-            async with session.post(url, json=self.ask.body) as answer:
+            async with self._request(session) as answer:
                 self.status = answer.status
                 if answer.status != 200 or not self.ask.streams:
                     self._take_whole(await answer.json())
                     return
                 async for line in answer.content:
-                    if line.startswith(b"data: "):
+                    if line.startswith(b"id: "):
+                        self._event_id = line[4:].strip().decode()
+                    elif line.startswith(b"data: "):
                         self._take_event(line[6:].strip())
                         if self._slow_s:
                             await asyncio.sleep(self._slow_s)
@@ -93,10 +104,17 @@ class Client:
         except (aiohttp.ClientError, ConnectionError):
             self._end("cut", "cut")
 
+    def _request(self, session: aiohttp.ClientSession) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        base = self._urls[self.api]
+        if self._response_id and self.ask.resumes:
+            headers = {"Last-Event-ID": self._event_id} if self._event_id else {}
+            return session.get(f"{base}/v1/streams/{self._response_id}", headers=headers)
+        return session.post(base + self.ask.path, json=self.ask.body, headers=_RESUMABLE if self.ask.resumes else {})
+
     def _take_whole(self, body: Any) -> None:
         if "error" in body:
             code = str(body["error"].get("code"))
-            if code in REFUSALS and not self.heard:
+            if code in REFUSALS and (not self.heard or self.ask.resumes):
                 self.refusals.append(code)
                 return
             self._end("error", code)
@@ -119,6 +137,7 @@ class Client:
         if "error" in event:
             self._end("error", str(event["error"].get("code")))
             return
+        self._response_id = event["id"]
         self._take_choices(event["choices"])
         if event.get("usage"):
             self.tokens = event["usage"]["completion_tokens"]

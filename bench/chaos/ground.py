@@ -28,6 +28,8 @@ from services.launcher.redis_server import RedisServer, find_programs
 READY_LIMIT_S: Final = 60.0
 QUIET_LIMIT_S: Final = 75.0
 """How long what is left may take to go: plain requests of a dead api wait for its lease, and their logs a minute."""
+RESUME_FOR_S: Final = 8
+"""How long a stream that can be resumed waits for its client."""
 _LATENCY_S: Final = 0.1
 _LOOK_S: Final = 0.05
 _STRANGE: Final = b"not yours"
@@ -63,8 +65,10 @@ class Ground:
         """Launch, and wait until all serve."""
         await asyncio.to_thread(self._server.start)
         await self._proxy.start()
-        flags = {"apis": 2, "tokenizers": 2, "schedulers": 2, "detokenizers": 2, "lease": LEASES_S["scheduler"],
-                 "redis-url": f"redis://127.0.0.1:{self._proxy.port}/0", "idle-reply": 3}  # fmt: skip
+        flags = {
+            "apis": 2, "tokenizers": 2, "schedulers": 2, "detokenizers": 2, "lease": LEASES_S["scheduler"],
+            "redis-url": f"redis://127.0.0.1:{self._proxy.port}/0", "idle-reply": 3, "resume-for": RESUME_FOR_S,
+        }  # fmt: skip
         if self._engine == "fake":
             markers = {name: ",".join(map(str, ids)) for name, ids in (("crash", POISON), ("nan", NAN))}
             flags |= {"engine": "fake", "fake-step-ms": 10, "stuck-after": 5, "max-running-requests": 32}

@@ -23,6 +23,7 @@ class Books:
         completed: answered to their end.
         left: whose client hung up.
         failed: error code (or `cut`) -> how many ended with it.
+        resumed: times a client came back to its stream and heard the rest.
         refused: code -> how often a client was sent away before it was accepted.
         missing, doubled: tokens of completed answers that were not heard, or heard more than once.
         different: answers of which something heard is not what was said without faults.
@@ -37,6 +38,7 @@ class Books:
     completed: int = 0
     left: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     missing: int = 0
     doubled: int = 0
@@ -53,7 +55,7 @@ class Books:
 
     def add(self, other: "Books") -> None:
         """Add the counts of one round."""
-        for name in ("faults", "accepted", "completed", "left", "missing", "doubled", "different"):
+        for name in ("faults", "accepted", "completed", "left", "resumed", "missing", "doubled", "different"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.failed += other.failed
         self.refused += other.refused
@@ -68,6 +70,7 @@ def judge(fault: Fault, clients: list[Client]) -> Books:
     books = Books(faults=1)
     for client in clients:
         books.refused.update(client.refusals)
+        books.resumed += client.resumptions
         where = f"#{fault.number} {fault.name}, {client.ask.kind}"
         books.forbidden += [f"{where}: {what}" for what in client.wrong]
         if client.outcome == "open":
@@ -122,6 +125,7 @@ def table(total: Books, kinds: dict[str, Books]) -> str:
     rows: list[tuple[str, Any]] = [
         ("faults", total.faults), ("accepted", total.accepted), ("completed", total.completed),
         ("left by their clients", total.left), ("failed with a clear error", _words(total.failed)),
+        ("streams come back to", total.resumed),
         ("sent away before acceptance", _words(total.refused)), ("indices missing", total.missing),
         ("indices doubled", total.doubled), ("answers that differ", total.different),
         ("failures not allowed", len(total.forbidden)), ("repairs without lost data", _words(total.alarms)),

@@ -25,6 +25,7 @@ class Ask:
         kind: what is special about it.
         path: where it is sent.
         body: its JSON.
+        resumes: its client comes back to the stream when the connection breaks.
         answer: choice -> what is said in it, one string per token where the client can tell tokens apart.
         tokens: of all choices, as the server counts them.
     """
@@ -32,6 +33,7 @@ class Ask:
     kind: str
     path: str
     body: Json
+    resumes: bool = False
     answer: dict[int, list[str]] = field(default_factory=dict)
     tokens: int = 0
 
@@ -48,7 +50,7 @@ def make_pool(seed: int, model: str, size: int, *, real: bool) -> list[Ask]:
         ("completion", {}), ("chat", {}), ("whole", {"stream": False}), ("choices", {"n": 2, "temperature": 0.9}),
         ("logprobs", {"logprobs": 2}), ("stop", {"stop": ["zq", "e"]}), ("guided", {"regex": "[a-z]{30,60}"}),
         ("penalties", {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.7}),
-        ("priority", {"priority": 3}), ("prompts", {}),
+        ("priority", {"priority": 3}), ("prompts", {}), ("resumable", {}), ("resumable choices", {"n": 2}),
         ("whole choices", {"stream": False, "n": 2, "temperature": 1.0}),
     ]  # fmt: skip
     return [_make(rng, model, number, *makers[number % len(makers)], real=real) for number in range(size)]
@@ -71,7 +73,7 @@ def _make(rng: random.Random, model: str, number: int, kind: str, fields: Json, 
     if real and kind not in ("chat", "guided", "stop"):
         body.setdefault("logprobs", 0)
     body["prompt"] = [prompt, prompt[::-1]] if kind == "prompts" else prompt
-    return Ask(kind, "/v1/completions", body)
+    return Ask(kind, "/v1/completions", body, kind.startswith("resumable"))
 
 
 def poison(model: str, marker: tuple[int, ...]) -> Ask:
