@@ -1,5 +1,6 @@
 """Calls of tools and thoughts over HTTP: offered, forced, streamed, whole, with everything else a request may ask."""
 
+import concurrent.futures
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from shared.dialect import CallShapes, Dialect, Opening, Thoughts
 from shared.messages import GenerateRequest
 from tests.api.conftest import RunningApi
 from tests.api.engine_side import MODEL, Answer, EngineSide
+from tests.api.streams import opening, rest
 from tests.api.test_chat import CHAT, events
 from tests.waiting import eventually
 
@@ -302,3 +304,30 @@ def test_the_typed_objects_of_the_openai_client(client: openai.OpenAI, engine: E
     assert again.choices[0].message.content == "Sunny." and again.choices[0].message.tool_calls is None
     told = (engine.queued[-1].prompts[0].messages or [])[1]
     assert told["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": PARIS}
+
+
+def test_a_stream_of_calls_can_be_come_back_to_at_any_event(api: RunningApi, engine: EngineSide) -> None:
+    speak(api, engine, "begun", "begun", "never")
+    says(engine, f"hm</think>So. {CALL}", logprobs=True)
+    body = {**ASK, "return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
+    with opening(api.url, CHAT, body) as (stream, heard):
+        told = list(heard)
+    found, _ = gathered("".join(f"data: {event.data}\n\n" for event in told).encode())
+    assert found["calls"][0][2:] == ["get_weather", PARIS]
+    for number, event in enumerate(told, 1):
+        assert rest(api.url, stream, event.id) == told[number:]
+
+
+def test_a_takeover_in_the_middle_of_a_call(api: RunningApi, engine: EngineSide) -> None:
+    says(engine, CALL)
+    engine.hold()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = pool.submit(api.post, CHAT, {**ASK, "stream": True})
+        eventually(lambda: engine.running, "it runs")
+        for _ in range(17):
+            engine.step_once()
+        engine.fence_again()
+        engine.release()
+        found, _ = gathered(asked.result(30).content)
+    assert [c[2:] for c in found["calls"]] == [["get_weather", PARIS]]
+    assert (found["content"], found["finish"]) == ("", "tool_calls")

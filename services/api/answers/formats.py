@@ -27,11 +27,13 @@ class HermesReader(CallReader):
         self._state = self._closing
 
     def _closing(self, final: bool) -> bool:
-        """Pass over the closing mark, if it is there."""
+        """Pass over the closing mark, if it is there, also where the answer was cut within it."""
         text = self._rest.lstrip(BLANK)
-        if may_become(text, self._close) and not final:
-            return False
-        if text.startswith(self._close):
+        if may_become(text, self._close):
+            if not final:
+                return False
+            self._rest = ""
+        elif text.startswith(self._close):
             self._rest = text[len(self._close) :]
         self._state = self._content
         return True

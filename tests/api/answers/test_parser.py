@@ -55,6 +55,7 @@ W = ("get_weather", PARIS)
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', "", [("f", '{"a": "x\\u000ay"}')]),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": [1, {"b": "}</tool_call>"', "", None),
         (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call> a <b> c', " a <b> c", [("f", "{}")]),
+        (HERMES, f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_', "", [W]),
         (LLAMA, f'{{"name": "get_weather", "parameters": {PARIS}}}', "", [W]),
         (LLAMA, f'\n{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}', "", [W]),
         (LLAMA, f'<|python_tag|>{{"name": "get_weather", "parameters": {PARIS}}}', "", [W]),
