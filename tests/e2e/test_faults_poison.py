@@ -17,9 +17,18 @@ from tests.e2e.faults.stacks import ask_undisturbed, launched, stream_bodies
 from tests.e2e.stack import ROOT, Json, Stack
 from tests.waiting import eventually
 
-CRASH, STALL = [1, 2, 3], [3, 2, 1]
+CRASH, STALL, NAN = [1, 2, 3], [3, 2, 1], [2, 1, 3]
 NUM_TOKENS = 120
-MARKERS = ("--fake-crash-marker", "1,2,3", "--fake-stall-marker", "3,2,1", "--stuck-after", "2")
+MARKERS = (
+    "--fake-crash-marker",
+    "1,2,3",
+    "--fake-stall-marker",
+    "3,2,1",
+    "--stuck-after",
+    "2",
+    "--fake-nan-marker",
+    "2,1,3",
+)
 STEP = ("--fake-step-ms", "20", "--lease", "2")
 
 
@@ -88,6 +97,21 @@ def test_poison_is_given_up_and_its_neighbours_go_on(
     assert dead(fragile, "show", "1-1").returncode == 1
     assert "dropped 1" in dead(fragile, "drop", letter).stdout
     assert letters(fragile) == []
+
+
+@pytest.mark.slow
+def test_a_request_without_numbers_fails_alone(fragile: Stack, undisturbed: dict[str, str]) -> None:
+    fragile.wait_ready()
+    pids = fragile.pids()
+    with Crowd() as crowd:
+        neighbours = crowd.ask(fragile, stream_bodies(fragile, 6, NUM_TOKENS))
+        wait_begun(neighbours)
+        bad = crowd.ask(fragile, [poison(fragile, NAN), {**poison(fragile, NAN), "stream": False}])
+        crowd.wait([*neighbours, *bad])
+    check_whole(neighbours, lambda c: undisturbed[c.body["prompt"]], NUM_TOKENS)
+    assert [(c.status, c.error["code"] if c.error else None) for c in bad] == [(500, "bad_logits")] * 2
+    assert fragile.pids() == pids
+    wait_quiet(fragile)
 
 
 @pytest.mark.slow
