@@ -1,6 +1,5 @@
 """Scheduler and CPU engine against transformers: pages, chunks, prefixes, retraction, overlap change nothing."""
 
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +9,11 @@ import torch
 
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import Engine
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.engine import build_engine
 from shared.model_files import locate
 from tests.engine.conftest import TINY
-from tests.fakes.link import Ledger, arrival
-from tests.scheduler.driver import is_idle
+from tests.engine.scheduled import Scheduled
+from tests.fakes.link import arrival
 
 TOKENS = 40
 RNG = np.random.default_rng(5)
@@ -25,29 +23,17 @@ PROMPTS = [[*SHARED[:keep], *RNG.integers(3, 300, own).tolist()] for keep, own i
 BANS = {2: -100.0}
 
 
-def run(engine: Engine, config: SchedulerConfig, depth: int) -> tuple[Scheduler, Ledger]:
+def run(engine: Engine, config: SchedulerConfig, depth: int) -> Scheduled:
     """All prompts at once, then again, so that every prefix is cached."""
-    scheduler, ledger, steps = Scheduler(engine.limits, config), Ledger(), deque()
-
-    def tell(output: Any) -> None:
-        if output is not None:
-            ledger.note(output)
-        assert not scheduler.take_failures()
-
+    both = Scheduled(engine, config, depth)
     for again in "ab":
-        for i, prompt in enumerate(PROMPTS):
-            item = arrival(f"{again}{i}", prompt, max_tokens=TOKENS, logit_bias=BANS, logprobs=1)
-            ledger.expect(item)
-            scheduler.add(item)
-        while not is_idle(scheduler):
-            batch = scheduler.plan()
-            if batch is not None:
-                steps.append(engine.launch(batch))
-            if len(steps) > (depth if batch is not None else 0):
-                step = steps.popleft()
-                tell(scheduler.settle(step.batch, engine.wait(step), 1))
-                scheduler.check()
-    return scheduler, ledger
+        both.run(
+            *(
+                arrival(f"{again}{i}", prompt, max_tokens=TOKENS, logit_bias=BANS, logprobs=1)
+                for i, prompt in enumerate(PROMPTS)
+            )
+        )
+    return both
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +65,13 @@ def test_equals_transformers(
         replace(TINY, page_size=page_size, num_pages=pages, max_running=8), locate(str(checkpoint("llama")))
     )
     try:
-        scheduler, ledger = run(engine, SchedulerConfig(max_prefill_tokens=chunk), depth)
+        both = run(engine, SchedulerConfig(max_prefill_tokens=chunk), depth)
     finally:
         engine.close()
     for again in "ab":
         for i, (ids, logprobs) in enumerate(expected):
-            heard = ledger.heard[f"{again}{i}"]
+            heard = both.ledger.heard[f"{again}{i}"]
             assert heard.tokens == ids, (again, i)
             assert [row.logprob for row in heard.logprobs] == pytest.approx(logprobs, abs=1e-4)
-    assert scheduler.stats.cache_hit_tokens > 0
-    assert (scheduler.stats.retractions > 0) == (tokens is not None)
+    assert both.scheduler.stats.cache_hit_tokens > 0
+    assert (both.scheduler.stats.retractions > 0) == (tokens is not None)
