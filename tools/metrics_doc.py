@@ -1,4 +1,4 @@
-"""Write `docs/metrics.md` from the metric tables: `python -m tools.metrics_doc`. A test keeps the two equal."""
+"""Write `docs/metrics.md` from a head and the metric tables: `python -m tools.metrics_doc`. A test keeps them equal."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,13 +11,7 @@ from services.tokenizer.metrics import TABLE as TOKENIZER
 from shared.metrics import COMMON, Metric, table
 
 PATH: Final = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
-HEAD: Final = """\
-# Metrics
-
-Every service answers `/metrics` in the text format of Prometheus. Names keep base units; labels come from closed
-sets, never from what a client sends. Process and garbage collector metrics of the Prometheus client are there too.
-This page is written from the tables in `shared/metrics.py` and each service's `metrics.py`.
-"""
+HEAD: Final = Path(__file__).with_name("metrics_head.md").read_text(encoding="utf-8")
 TABLES: Final[Mapping[str, Sequence[Metric]]] = {
     "every service": COMMON,
     "the api": [m for m in API if m not in COMMON],
