@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import Final
 
 from services.api.exchange import Choice, Exchange
-from services.api.janitor import Janitor
+from services.api.janitor import CLIENT_GONE, Janitor
 from services.api.limits import refuse
 from services.api.metrics import ApiMetrics
 from services.api.patience import run_patiently
@@ -20,7 +20,7 @@ from services.api.repair import Repair
 from services.api.requests import make_choices, make_request
 from shared.broker.backoff import Backoff
 from shared.broker.connection import AsyncBroker
-from shared.broker.log_id import LogId, is_end, split_log_id
+from shared.broker.log_id import LogId, split_log_id
 from shared.broker.replies import Ring, read_inbox, trim_inbox
 from shared.broker.streams import FIRST, Opened, open_request
 from shared.errors import BrokerDown, BrokerError, MillraceError, RateLimited, WireError
@@ -30,11 +30,8 @@ log = logging.getLogger(__name__)
 
 RECENT_S: Final = 20.0
 """How long an answered uid is remembered: what still rings for it is old, not a stranger's."""
-LEFT_S: Final = 3600.0
-"""How long a uid is remembered whose stream goes on without a client: what rings for it is for nobody here."""
 _ENDS_HERE: Final = frozenset({"client_closed", "shutting_down", "broker_lost_data", "invalid_value"})
 """Codes of errors that end a client's answer, but not the stream, if it can be resumed."""
-CLIENT_GONE: Final = ErrorBody(499, "the client closed the connection", "client_closed", "client_closed")
 
 
 class Replies:
@@ -63,7 +60,6 @@ class Replies:
         self._repair = repair
         self._metrics = metrics
         self._recent: OrderedDict[str, float] = OrderedDict()
-        self._left: OrderedDict[str, float] = OrderedDict()
         self.choices: dict[str, Choice] = {}
         self.exchanges: set[Exchange] = set()
 
@@ -124,7 +120,12 @@ class Replies:
                 self._janitor.end(choice.uid, reason)
             else:
                 self._janitor.delete(choice.uid)
-        _forget_old(self._recent, RECENT_S)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        since = time.monotonic() - RECENT_S
+        while self._recent and next(iter(self._recent.values())) < since:
+            self._recent.popitem(last=False)
 
     def _part_with(self, exchange: Exchange, reason: ErrorBody) -> None:
         """Let a stream go on without its client."""
@@ -132,11 +133,10 @@ class Replies:
             choice.closed = True
             if self.choices.get(choice.uid) is choice:
                 del self.choices[choice.uid]
-                (self._left if choice.ended is None else self._recent)[choice.uid] = time.monotonic()
+                self._recent[choice.uid] = time.monotonic()
             if choice.ended is None and reason.code not in _ENDS_HERE:
                 self._janitor.end(choice.uid, reason, keep=True)
-        _forget_old(self._left, LEFT_S)
-        _forget_old(self._recent, RECENT_S)
+        self._forget_old()
 
     def catch_up(self, exchange: Exchange) -> None:
         """Fetch what was left in the logs while the client was slow. Called by the writer when it has caught up."""
@@ -180,15 +180,10 @@ class Replies:
         uid, prev, log_id, blob = ring
         choice = self.choices.get(uid)
         if choice is None:
-            if uid in self._left:
-                self._left[uid] = time.monotonic()
-                self._left.move_to_end(uid)
-                if is_end(log_id):
-                    self._recent[uid] = self._left.pop(uid)
-            elif uid not in self._recent:
+            if uid not in self._recent:
                 self._recent[uid] = time.monotonic()
-                self._metrics.strays.inc()
-                self._janitor.end(uid, CLIENT_GONE)
+                self._forget_old()
+                self._janitor.stray(uid)
             return
         if choice.ended is not None:
             return
@@ -206,13 +201,6 @@ class Replies:
             choice.say(decode(Delta, blob), log_id)
         except MillraceError:
             self._repair.start(choice)  # the log tells what its entry is; a second look decides
-
-
-def _forget_old(uids: OrderedDict[str, float], age_s: float) -> None:
-    """Drop what was noted, in order, before so many seconds."""
-    since = time.monotonic() - age_s
-    while uids and next(iter(uids.values())) < since:
-        uids.popitem(last=False)
 
 
 def follows(choice: Choice, prev: LogId) -> bool:

@@ -17,12 +17,12 @@ from services.api.error_body import to_body
 from services.api.exchange import Exchange, count_usage
 from services.api.fleet import NAMES, Fleet
 from services.api.hops import Hops
-from services.api.janitor import Janitor
+from services.api.janitor import CLIENT_GONE, Janitor
 from services.api.limits import KeyLimited, LimitKeeper, make_claim
 from services.api.metrics import ApiMetrics
 from services.api.readers import Readers
 from services.api.repair import SWEEP_S, Repair
-from services.api.replies import CLIENT_GONE, Replies
+from services.api.replies import Replies
 from services.api.settings import ApiSettings
 from shared import tracing
 from shared.broker.backoff import Backoff
@@ -62,7 +62,7 @@ class ApiService:
             self.broker, self.incarnation, settings, common, version=VERSION, port=port, on_reconnect=self._reconnected
         )
         self.hops = Hops(self.broker, self.fleet.pipeline)
-        self.janitor = Janitor(self.broker)
+        self.janitor = Janitor(self.broker, self.metrics.strays)
         self.repair = Repair(
             self.broker, self.incarnation, self.fleet, self.metrics,
             repair_after=settings.repair_after, reopen_after=settings.reopen_after,
