@@ -306,7 +306,9 @@ def test_step_smaller_than_the_batch_is_no_engine():
         Scheduler(limits(max_step_tokens=3))
 
 
-def test_long_prompt_at_the_head_starts_under_a_constant_load_of_short_ones():
+@pytest.mark.parametrize("hot", [False, True])
+def test_long_prompt_at_the_head_starts_under_a_constant_load_of_short_ones(hot):
+    """Also when the short ones have a cached prefix, and would need fewer pages than their turn is worth."""
     driver = Driver(engine_config(num_pages=256, max_running=8, max_seq_len=1024, max_step_tokens=1024))
     count = 0
 
@@ -314,18 +316,24 @@ def test_long_prompt_at_the_head_starts_under_a_constant_load_of_short_ones():
         nonlocal count
         while len(driver.scheduler.slots.live()) + len(driver.scheduler.prefill.ready) < 8:
             count += 1
-            driver.add(arrival(f"s{count}", [count % 250, *b" hello" * 8], max_tokens=50))
+            driver.add(arrival(f"s{count}", [0 if hot else count % 250, *b" hello" * 8], max_tokens=50))
 
     for _ in range(100):
         load_up()
         driver.turn()
     driver.add(arrival("long", [7] * 700, max_tokens=20))
-    turns = 0
+    turns, began, silent, longest = 0, 0, 0, 0
     while not driver.ledger.heard["long"].ended:
         load_up()
+        said = {uid: len(heard.tokens) for uid, heard in driver.ledger.heard.items()}
         driver.turn()
         turns += 1
+        began = began or (turns if driver.tokens("long") else 0)
+        short = any(len(h.tokens) > said.get(uid, 0) for uid, h in driver.ledger.heard.items() if uid != "long")
+        silent = 0 if short else silent + 1
+        longest = max(longest, silent)
     assert turns < 200
+    assert longest <= turns - began, "the short ones stand still for longer than the long one runs"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
