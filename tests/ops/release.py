@@ -82,6 +82,13 @@ class Container:
             return f"{owner}-0"
         return release.secret(value["secretKeyRef"]["name"], value["secretKeyRef"]["key"]).decode()
 
+    def execute(self, *words: str) -> str:
+        """Run a command beside the container's own, with its variables (`kubectl exec`): what it printed."""
+        argv = [sys.executable if word == "python" else word for word in words]
+        done = subprocess.run(argv, env=self._environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def run_probe(self, probe: str) -> int:
         """Run an exec probe as kubelet does, with the container's variables: its exit code."""
         words = [self._local(word) for word in self.spec[probe]["exec"]["command"]]

@@ -365,6 +365,7 @@ def test_monitoring_comes_from_the_one_set_of_files() -> None:
     assert {name: json.loads(text) for data in maps for name, text in data.items()} == {
         name: json.loads(text) for name, text in boards.items()
     }
+    assert all(len(text) < 1 << 20 for data in maps for text in data.values()), "what a ConfigMap may hold"
     assert not [m for m in made("default") if m["kind"] in ("PodMonitor", "PrometheusRule")], "auto, without the kinds"
     monitors = [m for m in made("everything") if m["kind"] == "PodMonitor"]
     assert {m["spec"]["podMetricsEndpoints"][0]["port"] for m in monitors} == {"http", "metrics"}

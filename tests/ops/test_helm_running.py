@@ -109,6 +109,13 @@ def test_the_notes_name_objects_that_exist(release: Release) -> None:
     assert f"8000:{service} " in notes
 
 
+def test_given_up_requests_are_looked_after_from_a_pod(release: Release) -> None:
+    page = (ROOT / "docs/operations.md").read_text("utf-8")
+    command = re.search(r"kubectl exec deployment/demo-(\S+) -- (.+)", page)
+    assert command is not None
+    assert release.containers[f"rel-{command[1]}"].execute(*command[2].split()) == "0 letters\n"
+
+
 def test_keys_of_clients_and_of_metrics_hold(release: Release) -> None:
     url = api_url(release)
     assert httpx.get(f"{url}/v1/models").status_code == 401
