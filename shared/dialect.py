@@ -101,14 +101,16 @@ class FunctionShape(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CallShapes(msgspec.Struct, array_like=True, frozen=True):
-    """Calls that an answer must consist of; a grammar of the kind `calls` holds it as JSON.
+    """Calls that an answer must, or may, consist of; a grammar of the kind `calls` holds it as JSON.
 
     Attributes:
         tools: format to write them in.
         functions: each call is of one of them.
         parallel: more than one call may be made.
+        free: any text may stand in front of the calls, or in their place.
     """
 
     tools: ToolFormat
     functions: list[FunctionShape]
     parallel: bool = True
+    free: bool = False

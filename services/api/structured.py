@@ -45,7 +45,7 @@ def guide(grammar: Grammar | None, offer: Offer, thoughts: Thoughts | None) -> G
             raise _bad(grammar.field, "cannot be set together with a tool_choice that forces a call")
         return offer.forced
     if grammar is None:
-        return None
+        return offer.free
     return msgspec.structs.replace(grammar, thoughts=thoughts, calls=offer.possible)
 
 

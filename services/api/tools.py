@@ -26,12 +26,14 @@ class Offer:
         functions: names that may be called.
         possible: the calls that an answer may consist of, where it is not any text anyway.
         forced: grammar of an answer that must call, or None.
+        free: grammar of any text in which calls are held to their schemas, where a strict function wants that.
     """
 
     shown: list[dict[str, Any]] | None = None
     functions: tuple[str, ...] = ()
     possible: CallShapes | None = None
     forced: Grammar | None = None
+    free: Grammar | None = None
 
 
 def read_tools(body: ChatRequest, dialect: Dialect | None, thoughts: Thoughts | None, max_depth: int) -> Offer:
@@ -65,7 +67,12 @@ def read_tools(body: ChatRequest, dialect: Dialect | None, thoughts: Thoughts | 
     calls = CallShapes(dialect.tools or "hermes", shapes, parallel)
     if mode == "required":
         return Offer(shown, functions, forced=_grammar(calls, thoughts))
-    return Offer(shown, functions, possible=calls if dialect.tools else None)
+    if not dialect.tools:
+        return Offer(shown, functions)
+    free = None
+    if any(shape.strict for shape in shapes):
+        free = _grammar(msgspec.structs.replace(calls, free=True), thoughts)
+    return Offer(shown, functions, calls, free=free)
 
 
 def make_outline(body: ChatRequest, dialect: Dialect | None, offer: Offer, thoughts: Thoughts | None) -> Outline | None:

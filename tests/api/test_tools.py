@@ -160,6 +160,16 @@ def test_a_forced_call_is_drawn_by_a_grammar(api: RunningApi, engine: EngineSide
     assert engine.queued[-1].tools == [TOOL, OTHER]
 
 
+def test_strict_holds_calls_to_their_schemas_also_where_none_is_forced(api: RunningApi, engine: EngineSide) -> None:
+    says(engine, "Fine.")
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    api.post(CHAT, ASK)
+    assert engine.queued[-1].params.grammar is None
+    assert api.post(CHAT, {**ASK, "tools": [strict, OTHER]}).json()["choices"][0]["message"]["content"] == "Fine."
+    grammar = engine.queued[-1].params.grammar
+    assert grammar is not None and json.loads(grammar.text)[3] is True
+
+
 def test_an_answer_by_schema_or_a_call(api: RunningApi, engine: EngineSide) -> None:
     says(engine, CALL)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}

@@ -38,7 +38,7 @@ THOUGHTS = Thoughts(open="<think>", close="</think>", close_id=151_668, begun=Tr
 OUTLINE = Outline(tools="hermes", functions=["f"], parallel=False, thoughts=THOUGHTS)
 DIALECT = Dialect(tools="hermes", thoughts=THOUGHTS, openings=("begun", "begun", "never"))
 SHAPE = FunctionShape(name="f", schema="{}", strict=True, field="tools.0.function.parameters")
-CALLS = CallShapes(tools="hermes", functions=[SHAPE], parallel=False)
+CALLS = CallShapes(tools="hermes", functions=[SHAPE], parallel=False, free=True)
 GRAMMAR = Grammar(
     kind="json_schema", text='{"type":"object"}', lenient=True, field="regex", thoughts=THOUGHTS, calls=CALLS
 )

@@ -47,7 +47,11 @@ class ThoughtReader:
             self.begun = True
             self._rest = text[len(self._open) :]
             self._state = self._thinking
-        elif may_become(text, self._open) and not final:
+        elif text.startswith(self._close):
+            self.begun = self.closed = True
+            self._rest = text
+            self._state = self._gap
+        elif (may_become(text, self._open) or may_become(text, self._close)) and not final:
             return ""
         elif self.begun:
             self._state = self._thinking
@@ -74,8 +78,11 @@ class ThoughtReader:
         return ""
 
     def _gap(self, final: bool) -> str:
+        """Pass over what is between thoughts and text: blanks, and the closing mark said again."""
         self._rest = self._rest.lstrip(BLANK)
-        return self._through() if self._rest else ""
+        while self._rest.startswith(self._close):
+            self._rest = self._rest[len(self._close) :].lstrip(BLANK)
+        return "" if may_become(self._rest, self._close) and not final else self._through()
 
     def _through(self) -> str:
         text, self._rest = self._rest, ""

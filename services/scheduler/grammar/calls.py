@@ -31,20 +31,42 @@ def schemas_of(grammar: Grammar) -> list[Grammar]:
 
 
 def calls_grammar(calls: CallShapes, mark: Mark) -> str:
-    """Give calls as a Lark grammar: one, or as many as the model likes where several are wanted."""
+    """Give calls as a Lark grammar: one, or as many as the model likes where several are wanted.
+
+    Where text may come first, it runs up to the mark of a call, and behind that mark nothing but a call may follow.
+    """
     key = "parameters" if calls.tools == "llama3" else "arguments"
     rules = [_function(f, i, key) for i, f in enumerate(calls.functions)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.functions))))
-    between = {"llama3": "; ", "mistral": ", "}.get(calls.tools, "\n")
-    one = "call"
+    between = json.dumps({"llama3": "; ", "mistral": ", "}.get(calls.tools, "\n"))
     if calls.tools == "hermes":
         opening, closing = (mark(m) for m in TOOL_MARKS["hermes"])
-        rules.append(f'marked: {opening} "\\n" call "\\n" {closing}')
-        one = "marked"
-    several = f"{one} ({json.dumps(between)} {one})*" if calls.parallel else one
+        body = f'"\\n" call "\\n" {closing}'
+        more = f"({between} {opening} {body})*" if calls.parallel else ""
+        return "\n".join([*_opened(opening, f"{body} {more}", free=calls.free), *rules])
+    several = f"call ({between} call)*" if calls.parallel else "call"
     if calls.tools == "mistral":
-        several = f'{mark(TOOL_MARKS["mistral"][0])} "[" {several} "]"'
-    return "\n".join([f"start: {several}", *rules])
+        opening = mark(TOOL_MARKS["mistral"][0])
+        return "\n".join([*_opened(opening, f'"[" {several} "]"', free=calls.free), *rules])
+    start = [f"start: {several}"]
+    if calls.free:  # without a mark, a call is known by the beginning of its object
+        names = "|".join(f.name for f in calls.functions)
+        start = [f"start: TEXT | {several}", rf'TEXT: /(?s:.*)/ & ~/\s*\{{"name": "({names})"(?s:.*)/']
+    return "\n".join([*start, *rules])
+
+
+def _opened(opening: str, behind: str, *, free: bool) -> list[str]:
+    """Give the rules of an answer whose calls begin with a mark."""
+    if not free:
+        return [f"start: {opening} {behind}"]
+    if opening.startswith("<["):  # a control token is never part of a text
+        return [f"start: TEXT? | TEXT? {opening} {behind}", "TEXT: /(?s:.+)/"]
+    text = re.escape(json.loads(opening)).replace("/", "\\/")
+    return [
+        f"start: TEXT | front {behind}",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){text}(?s:.*)/",
+        f"front[lazy]: /(?s:.*){text}/",
+    ]
 
 
 def _function(function: FunctionShape, number: int, key: str) -> str:

@@ -37,8 +37,10 @@ def compiler() -> Iterator[GrammarCompiler]:
     made.close()
 
 
-def calls(tools: ToolFormat, *functions: FunctionShape, parallel: bool = True, **more: Any) -> Grammar:
-    shapes = CallShapes(tools, list(functions or (WEATHER, TIME)), parallel)
+def calls(
+    tools: ToolFormat, *functions: FunctionShape, parallel: bool = True, free: bool = False, **more: Any
+) -> Grammar:
+    shapes = CallShapes(tools, list(functions or (WEATHER, TIME)), parallel, free)
     return Grammar("calls", msgspec.json.encode(shapes).decode(), field="tools", **more)
 
 
@@ -61,6 +63,16 @@ JSON = f'{{"name": "get_weather", "parameters": {PARIS}}}'
         (calls("mistral"), f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]', "[TOOL_CALLS][]"),
         (calls("hermes", thoughts=THINK), f"<think>\nno {{}} <b>\n</think>\n\n{TWO}", f"hm</think>{TWO}"),
         (calls("hermes", thoughts=THINK), TWO, "x"),
+        (calls("hermes", free=True), f"See <b>:\n{ONE}\n{TWO}", f"See {hermes('nobody', '{}')}"),
+        (calls("hermes", free=True), "no <tool> at all", f"{ONE} and more"),
+        (calls("hermes", free=True, thoughts=BEGUN), f"<tool_call>?</think>{TWO}", "</think><tool_call>?"),
+        (calls("llama3", free=True), JSON, '{"name": "now", "parameters": {"a": 1}}'),
+        (calls("llama3", free=True), '{"answer": 1}', f"{JSON} and more"),
+        (
+            calls("mistral", free=True),
+            f'So.[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]',
+            "[TOOL_CALLS]x",
+        ),
         (calls("hermes", thoughts=BEGUN), f"a </b> c</think>{TWO}", f"{TWO} x"),
         (Grammar("regex", "ab+", thoughts=BEGUN), "x\n</think>\n\nabb", "abb"),
         (Grammar("json_schema", json.dumps(CITY), thoughts=THINK), f"<think></think>{PARIS}", "<think>{}"),
@@ -98,6 +110,11 @@ def test_marks_that_are_control_tokens_are_drawn_as_those() -> None:
     with_marks = dataclasses.replace(vocabulary, tokens=tokens, special_ids=special)
     made = GrammarCompiler(GrammarVocabulary(lambda: with_marks, VOCAB + 2, (EOS,)))
     try:
+        free = compiled(made, calls("mistral", TIME, free=True))
+        assert {EOS, VOCAB, ord("x")} <= allowed(free, VOCAB + 2)
+        for token in (*b"So", VOCAB):
+            assert free.accept(token)
+        assert allowed(free, VOCAB + 2) == {ord("[")}
         matcher = compiled(made, calls("mistral", TIME, thoughts=BEGUN))
         for token in (*b"hm ", VOCAB + 1):
             assert matcher.accept(token)
