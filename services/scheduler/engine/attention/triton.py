@@ -119,8 +119,19 @@ class TritonAttention:
         q = qkv.view(qkv.shape[0], -1, self._cache.head_dim)[:, :num_qo_heads]
         return self._attend(layer_id, q, scale, window)
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Store, then attend; see `context.PlannedAttention`."""
+        assert softcap is None, "a model with capped scores runs on the torch backend"
         store_kv(k, v, self._mapping, self._cache.keys[layer_id], self._cache.values[layer_id])
         return self._attend(layer_id, q, scale, window)
 
