@@ -24,6 +24,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Olmo2": {},
     "StableLm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "Starcoder2": {"sliding_window": 24},
+    "Gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 
 
@@ -63,10 +71,35 @@ def test_other_architectures_equal_transformers(
     assert_greedy(again, reference)
 
 
+@pytest.mark.parametrize(("longest", "original"), [(512, 32), (64, 64)], ids=["long", "short"])
+def test_longrope_has_one_set_of_angles(longest: int, original: int, tmp_path: Path, build: Build) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 6,
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+        "original_max_position_embeddings": original,
+    }
+    folder = write(tmp_path, "Phi3", rope_parameters=rope, original_max_position_embeddings=original)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    # Transformers takes the long set for what is longer than the original context, as these prompts are or are not.
+    prompts = [prompt for prompt in PROMPTS if (len(prompt) > original) == (longest > original)]
+    prompts = [prompt for prompt in prompts if len(prompt) + 10 <= longest]
+    seqs = Driver(build(folder, max_seq_len=longest)).run(prompts, 10)
+    assert seqs
+    for seq in seqs:
+        assert_greedy(seq, reference_of(model.eval()))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("Gemma2", {"head_dim": 16}, "'Gemma2ForCausalLM' is not supported: its attention uses softcap"),
+        ("GptOss", {"head_dim": 16}, "'GptOssForCausalLM' is not supported: its attention uses .*s_aux"),
+        (
+            "GPTNeoX",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}},
+            "rope type 'dynamic' hangs on",
+        ),
         ("Mamba", {}, "'MambaForCausalLM' is not supported"),
     ],
 )

@@ -81,6 +81,32 @@ def test_dynamic_angles_equal_transformers_token_by_token() -> None:
         assert torch.allclose(sin, expected[1][0, :, :half], atol=2e-3)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 64 for i in range(32)],
+    "long_factor": [2.0 + i / 8 for i in range(32)],
+    "original_max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 8.0}, {"attention_factor": 1.3}], ids=str)
+@pytest.mark.parametrize("longest", [512, 513])
+def test_longrope_angles_equal_transformers_by_what_an_engine_holds(longest: int, changes: dict[str, float]) -> None:
+    raw = BASE | {"rope_scaling": LONGROPE | changes}
+    config = LlamaConfig(**{key: value for key, value in raw.items() if key != "architectures"})
+    positions = [0, 1, 100, longest - 1]
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([positions]))
+    found = Rotary(read_config(raw).rope, longest, torch.device("cpu"))(torch.tensor(positions))
+    assert torch.allclose(found.cos[:, 0], expected[0][0], atol=1e-3)
+    assert torch.allclose(found.sin[:, 0, 32:], expected[1][0, :, 32:], atol=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{"short_factor": None}, {"long_factor": [1.0] * 31}, {"long_factor": 2.0}])
+def test_longrope_without_its_lists_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"longrope.*{next(iter(changes))}, a list of 32"):
+        read_config(BASE | {"rope_scaling": LONGROPE | changes})
+
+
 def test_rules_differ_from_the_default() -> None:
     """The comparison above would be empty if a rule were ignored on both sides."""
     default = angles_of(BASE, [100])[0]

@@ -9,7 +9,17 @@ from torch import Tensor
 class PlannedAttention(Protocol):
     """Attention of one step, planned once and run once per layer."""
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Store the keys and values of the step's tokens, then attend to all that their requests have.
 
         Args:
@@ -19,6 +29,8 @@ class PlannedAttention(Protocol):
             v: (num_tokens, num_kv_heads, head_dim).
             scale: factor on the scores.
             window: tokens a position sees, itself included; None for all.
+            softcap: scores are squeezed into (-softcap, softcap); None leaves them. Models that are defined here
+                have none, and only the `torch` backend knows it.
 
         Returns:
             (num_tokens, num_qo_heads * head_dim).

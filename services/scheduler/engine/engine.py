@@ -203,7 +203,7 @@ def _load_any(plan: ModelPlan, files: "ModelFiles") -> Model:
     from services.scheduler.engine.models.fallback import load_fallback  # transformers only where it is used
 
     with torch.inference_mode():
-        return load_fallback(plan.model, files, plan.dtype, plan.device, plan.load_format)
+        return load_fallback(plan.model, files, plan.dtype, plan.device, plan.load_format, plan.limits.max_seq_len)
 
 
 def make_cache(plan: ModelPlan, model: Model, comm: Comm = SOLO) -> KVCache:

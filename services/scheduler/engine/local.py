@@ -251,9 +251,19 @@ class _Counted:
         self._plan = plan
         self._advance = advance
 
-    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         self._advance()
-        return self._plan.run(layer_id, q, k, v, scale=scale, window=window)
+        return self._plan.run(layer_id, q, k, v, scale=scale, window=window, softcap=softcap)
 
 
 class FollowerEngine:

@@ -19,7 +19,7 @@ class RopeConfig:
     """The scaling rule of a checkpoint; fields that a rule does not use keep their defaults.
 
     Attributes:
-        kind: "default", "linear", "dynamic", "llama3" or "yarn".
+        kind: one of ROPE_KINDS.
         theta: base of the frequencies.
         rotary_dim: leading numbers of a head that are rotated.
         max_position: context that the checkpoint's config states.
@@ -27,8 +27,10 @@ class RopeConfig:
         original_max_position: context before the scaling.
         low_freq_factor, high_freq_factor: borders of the llama3 rule.
         beta_fast, beta_slow: borders of the yarn rule, in rotations.
-        attention_factor: factor on cosines and sines of the yarn rule.
+        attention_factor: factor on cosines and sines of the yarn and the longrope rule.
         truncate: whether yarn rounds its borders to whole dimensions.
+        short_factors, long_factors: (rotary_dim / 2,) divisors of the frequencies by the longrope rule: for engines
+            that hold no more than the original context, and for those that hold more.
     """
 
     kind: str
@@ -43,6 +45,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 class Angles:
@@ -110,6 +114,8 @@ class Rotary:
         positions = torch.arange(self._max_seq_len, dtype=torch.float32)[:, None]
         if config.kind == "dynamic":
             freqs = _dynamic(config, self._max_seq_len)
+        elif config.kind == "longrope":
+            freqs = _longrope(config, self._max_seq_len)[None]
         else:
             freqs = _FREQUENCIES[config.kind](config)[None]
         if divisors is not None:
@@ -142,6 +148,11 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return grow(1.0)
 
 
+def longrope_attention_factor(factor: float, original_max_position: int) -> float:
+    """Factor on cosines and sines where a checkpoint does not state it."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_max_position))
+
+
 def _powers(config: RopeConfig) -> Tensor:
     return torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
 
@@ -160,6 +171,12 @@ def _dynamic(config: RopeConfig, max_seq_len: int) -> Tensor:
     growth = config.factor * lengths / config.max_position - (config.factor - 1)
     base = config.theta * growth ** (config.rotary_dim / (config.rotary_dim - 2))
     return 1.0 / (base[:, None] ** _powers(config))
+
+
+def _longrope(config: RopeConfig, max_seq_len: int) -> Tensor:
+    """Give one set of frequencies for all that an engine holds: keys must not hang on how long a request grows."""
+    factors = config.long_factors if max_seq_len > config.original_max_position else config.short_factors
+    return _default(config) / torch.tensor(factors)
 
 
 def _llama3(config: RopeConfig) -> Tensor:
@@ -188,5 +205,5 @@ def _yarn(config: RopeConfig) -> Tensor:
 
 
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-ROPE_KINDS = (*_FREQUENCIES, "dynamic")
+ROPE_KINDS = (*_FREQUENCIES, "dynamic", "longrope")
 """The rules that are supported."""

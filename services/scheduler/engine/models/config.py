@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.scheduler.engine.layers.rotary import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from services.scheduler.engine.layers.rotary import (
+    ROPE_KINDS,
+    RopeConfig,
+    longrope_attention_factor,
+    yarn_attention_factor,
+)
 from services.scheduler.engine.parallel.state import Ranks
 from shared.errors import ConfigError
 
@@ -180,7 +185,7 @@ def _read_rope(raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
     if factor is None and kind in ("linear", "dynamic", "llama3"):
         raise ConfigError(f"config.json: rope type {kind!r} needs a factor")
     if factor is None:
-        factor = max_position / original if kind == "yarn" and original else 1.0
+        factor = max_position / original if kind in ("yarn", "longrope") and original else 1.0
     partial = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     fields: dict[str, Any] = {}
     for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
@@ -191,15 +196,31 @@ def _read_rope(raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
         derived = yarn_attention_factor(float(factor), scaling.get("mscale"), scaling.get("mscale_all_dim"))
         fields |= {"attention_factor": derived if stated is None else float(stated)}
         fields |= {"truncate": bool(scaling.get("truncate", True))}
+    rotary_dim = int(head_dim * partial)
+    if kind == "longrope":
+        fields |= _read_longrope(scaling, rotary_dim // 2, float(factor), int(original or max_position))
     return RopeConfig(
         kind=kind,
         theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        rotary_dim=int(head_dim * partial),
+        rotary_dim=rotary_dim,
         max_position=max_position,
         factor=float(factor),
         original_max_position=int(original or max_position),
         **fields,
     )
+
+
+def _read_longrope(scaling: Mapping[str, Any], num: int, factor: float, original: int) -> dict[str, Any]:
+    """The fields of the longrope rule; its two lists have one divisor per frequency."""
+    lists: dict[str, tuple[float, ...]] = {}
+    for name in ("short_factor", "long_factor"):
+        values = scaling.get(name)
+        if not isinstance(values, list) or len(values) != num:
+            raise ConfigError(f"config.json: rope type 'longrope' needs {name}, a list of {num} numbers")
+        lists[f"{name}s"] = tuple(float(value) for value in values)
+    stated = scaling.get("attention_factor")
+    derived = longrope_attention_factor(factor, original)
+    return {**lists, "attention_factor": derived if stated is None else float(stated)}
 
 
 def _rope_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:

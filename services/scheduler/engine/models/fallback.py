@@ -28,10 +28,14 @@ log = logging.getLogger(__name__)
 NAME: Final = "millrace"
 """Our attention in transformers' registry."""
 _PROBE_TOKENS: Final = 3
-_HARMLESS: Final = frozenset({"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"})
+_HARMLESS: Final = frozenset(
+    {"dropout", "scaling", "softcap", "sliding_window", "is_causal", "position_ids", "use_cache"}
+)
 """What a layer may hand its attention and we understand, or need not."""
-_WANDERING_ROPES: Final = frozenset({"dynamic", "longrope"})
-"""Rules whose angles hang on the longest request of a batch, in transformers' code."""
+_WANDERING_ROPE: Final = "dynamic"
+"""The rule whose angles hang on the longest request of a batch, in transformers' code."""
+_CHOOSING_ROPE: Final = "longrope"
+"""The rule whose angles hang likewise on whether one is longer than the original context."""
 _MAX_NAMES: Final = 5
 
 
@@ -58,7 +62,9 @@ class _Plug:
         self.context: ForwardContext | None = None
         self.seen: dict[int, _Seen] = {}
 
-    def attend(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """(1, heads, num_tokens, head_dim) each -> (1, num_tokens, heads, head_dim)."""
         if self.context is None:
             self.seen[layer_id] = _Seen(q.shape[1], k.shape[1], q.shape[3], window)
@@ -66,7 +72,7 @@ class _Plug:
             return found.transpose(1, 2)
         heads, tokens, dim = q.shape[1:]
         q, k, v = (part[0].transpose(0, 1).contiguous() for part in (q, k, v))
-        out = self.context.attention.run(layer_id, q, k, v, scale=scale, window=window)
+        out = self.context.attention.run(layer_id, q, k, v, scale=scale, window=window, softcap=softcap)
         return out.view(1, tokens, heads, dim)
 
     def refuse(self, reason: str) -> ConfigError:
@@ -119,10 +125,8 @@ def describe(raw: Mapping[str, Any]) -> ModelConfig:
     is_decoder = known is not None and known.__name__ == plug.architecture
     if not is_decoder or getattr(config, "is_encoder_decoder", False):
         raise plug.refuse("transformers does not have it as a decoder that generates text")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, Mapping) else None
-    if kind in _WANDERING_ROPES:
-        raise plug.refuse(f"rope type {kind!r} hangs on what else is in a batch there")
+    if _WANDERING_ROPE in _rope_kinds(raw):
+        raise plug.refuse(f"rope type {_WANDERING_ROPE!r} hangs on what else is in a batch there")
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     return ModelConfig(
@@ -143,10 +147,32 @@ def describe(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _rope_kinds(raw: Mapping[str, Any]) -> set[str]:
+    """Name the rope rules of a config, of all kinds of layers."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return set()
+    parts = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    return {str(kind) for part in parts if (kind := part.get("rope_type") or part.get("type"))}
+
+
 def load_fallback(
-    config: ModelConfig, files: "ModelFiles", dtype: torch.dtype, device: torch.device, load_format: str
+    config: ModelConfig,
+    files: "ModelFiles",
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    max_seq_len: int,
 ) -> FallbackModel:
     """Load a model through transformers, and find out what its attention is like.
+
+    Args:
+        config: from `describe`.
+        files: the checkpoint.
+        dtype: precision.
+        device: where to.
+        load_format: "auto" or "dummy".
+        max_seq_len: tokens of the longest request.
 
     Raises:
         ConfigError: it is not supported, or its checkpoint does not fit it; says why.
@@ -173,7 +199,22 @@ def load_fallback(
     model = model.to(device).eval()
     for module in model.modules():
         module.millrace_plug = plug
+        _choose_rope(module, plug, max_seq_len)
     return FallbackModel(model, plug, _probe(model, plug, config, device), dtype, device)
+
+
+def _choose_rope(module: Any, plug: _Plug, max_seq_len: int) -> None:
+    """Give a rotary module one set of angles for all requests, by the longest there can be (as `rotary` does)."""
+    kind = getattr(module, "rope_type", None)
+    if isinstance(kind, Mapping) and _CHOOSING_ROPE in kind.values():
+        raise plug.refuse(f"rope type {_CHOOSING_ROPE!r} for some of its layers")
+    if kind != _CHOOSING_ROPE:
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    make = ROPE_INIT_FUNCTIONS[_CHOOSING_ROPE]
+    module.inv_freq, module.attention_scaling = make(module.config, module.inv_freq.device, seq_len=max_seq_len)
+    module.rope_type = "default"  # nothing is chosen again
 
 
 def _probe(model: Any, plug: _Plug, config: ModelConfig, device: torch.device) -> ModelConfig:
@@ -222,7 +263,8 @@ def _attend(
         raise plug.refuse("its attention has values of another size than keys, or a mask of its own")
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return plug.attend(module.layer_idx, query, key, value, scale, options.get("sliding_window")), None
+    window, softcap = options.get("sliding_window"), options.get("softcap")
+    return plug.attend(module.layer_idx, query, key, value, scale, window, softcap), None
 
 
 def _check(report: Mapping[str, Any]) -> None:
