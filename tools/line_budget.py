@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("shared", "services", "tests", "tools", "bench", "ops")
+FOLDERS = ("shared", "services", "tests", "tools", "bench", "ops", "examples")
 MAX_FILE, MAX_TEST_FILE, MAX_FUNCTION, MAX_CLASS = 350, 600, 80, 300
 
 
