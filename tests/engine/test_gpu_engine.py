@@ -101,6 +101,7 @@ def test_padding_and_replay_change_nothing() -> None:
             replayed.capture([1, 4, 8], mixed=True)
         params = SamplingParams(temperature=1.0, top_k=50, seed=3)
         assert play_through(eager, params) == play_through(replayed, params)
+        assert (eager._run.path, replayed._run.path) == ("eager", "decode_graph")
         times = [{size: graph.times for size, (graph, _) in graphs._graphs.items()}
                  for graphs in (replayed._run.decode_graphs, replayed._run.mixed_graphs, replayed._draws)]
         assert times[0][4] == times[2][4] == 4 and sum(times[1].values()) >= 5, times

@@ -36,7 +36,9 @@ class Stage:
     def __init__(self, broker: Broker, uids: list[str], shards: int = 4) -> None:
         self.broker = broker
         self.ledger = Ledger()
-        self.metrics = SchedulerMetrics(Metrics("scheduler", "s", MODEL, "0"))
+        metrics = Metrics("scheduler", "s", MODEL, "0")
+        self.registry = metrics.registry
+        self.metrics = SchedulerMetrics(metrics)
         self.outbox = Outbox(broker.keys, MODEL, "e1", self.ledger, self.metrics, shards)
         self.shards = shards
         for uid in uids:
@@ -81,6 +83,20 @@ def test_a_step_is_one_entry_per_shard_that_has_any_of_its_tokens(broker: Broker
     starts = {chunk.uids[at]: start for _, chunk in sent for at, start in chunk.starts.items()}
     assert finishes == {uids[3]: "stop"} and starts == {uids[0]: (9, 4)}
     assert len(stage.outbox) == 0
+
+
+def test_the_stages_of_a_request_are_measured_once(broker: Broker) -> None:
+    uids = [new_uid(), new_uid()]
+    stage = Stage(broker, uids)
+
+    def count(name: str) -> float | None:
+        return stage.registry.get_sample_value("millrace_stage_seconds_count", {"stage": name})
+
+    stage.outbox.put(output(uids, starts={0: (9, 4), 1: (9, 0)}))
+    stage.outbox.put(output(uids, 2))
+    assert (count("prefill"), count("decode")) == (2, 0)
+    stage.outbox.put(output(uids, 3, finishes={1: "length"}))
+    assert (count("prefill"), count("decode")) == (2, 1)
 
 
 def test_an_entry_whose_answer_was_lost_is_sent_again_with_the_same_content(broker: Broker) -> None:

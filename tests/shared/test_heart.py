@@ -100,7 +100,12 @@ def test_a_stuck_loop_is_dead_though_its_load_changes(broker: Broker, start: Cal
     one, two = start("one"), start("two")
     eventually(lambda: "two" in one.heart.living("tokenizer"), "the other one is seen")
     two.stuck.set()
+    value = one.metrics.registry.get_sample_value
+    assert value("millrace_leases_lost_total", {"role": "tokenizer"}) == 0
+    assert value("millrace_instances_living", {"role": "tokenizer"}) == 2
     eventually(lambda: "two" in one.heart.dead("tokenizer"), "the other one is dead")
+    eventually(lambda: value("millrace_leases_lost_total", {"role": "tokenizer"}) == 1, "and counted, once")
+    assert value("millrace_instances_living", {"role": "tokenizer"}) == 1
     assert "two" not in one.heart.living("tokenizer")
     assert one.heart.dead("tokenizer")["two"] == broker.run(look(broker.keys, "tokenizer"))["two"]
     assert decode(Heartbeat, one.heart.dead("tokenizer")["two"]).beat == two.pulse.count
@@ -139,6 +144,7 @@ def test_a_broker_that_goes_and_comes_is_told_and_kills_nobody(
     server.kill()
     eventually(lambda: not one.heart.up, "the loss is seen")
     assert one.metrics.registry.get_sample_value("millrace_broker_up") == 0
+    assert one.metrics.registry.get_sample_value("millrace_instances_living", {"role": "tokenizer"}) == 0
     server.start()
     assert back.wait(20)
     eventually(lambda: set(one.heart.living("tokenizer")) == {"one", "two"}, "both are seen again")

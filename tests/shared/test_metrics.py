@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.metrics import LATENCY_BUCKETS, READY, SERVICE_INFO, Metric, Metrics, bounded, table
+from shared.metrics import LATENCY_BUCKETS, READY, SERVICE_INFO, STALE_S, Metric, Metrics, StreamGauges, bounded, table
 
 COUNTER = Metric("millrace_x_total", "counter", "x", ("reason",))
 HISTOGRAM = Metric("millrace_x_seconds", "histogram", "x")
@@ -49,6 +49,23 @@ def test_two_registries_do_not_mix() -> None:
     one, two = Metrics("api", "a", "m", "0"), Metrics("api", "b", "m", "0")
     one.counter(COUNTER).labels("a").inc()
     assert two.registry.get_sample_value("millrace_x_total", {"reason": "a"}) is None
+
+
+def test_a_stream_that_nobody_measures_any_more_is_left_out(metrics: Metrics) -> None:
+    now = 100.0
+    gauges = StreamGauges(metrics, "tokens", clock=lambda: now)
+
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"stream": "tokens"})
+
+    assert value("millrace_stream_length") is None
+    gauges.set(10, 7, 3, 1.5)
+    names = ("length", "lag", "pending", "oldest_age_seconds")
+    assert [value(f"millrace_stream_{name}") for name in names] == [10, 7, 3, 1.5]
+    now += STALE_S
+    assert [value(f"millrace_stream_{name}") for name in names] == [None] * 4
+    gauges.set(1, -1, 2, 0)  # read before it was counted
+    assert value("millrace_stream_lag") == 0
 
 
 def test_labels_come_from_closed_sets() -> None:
