@@ -89,7 +89,7 @@ class ApiSettings(ServiceSettings):
     no_engine_timeout: float = Field(default=60.0, ge=1)
     max_timeout: float = Field(default=86_400.0, gt=0)
     repair_after: float = Field(default=2.0, gt=0)
-    reopen_after: float = Field(default=30.0, gt=0)
+    reopen_after: float = Field(default=15.0, gt=0)
 
     @field_validator("api_keys_file")
     @classmethod

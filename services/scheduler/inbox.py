@@ -222,6 +222,8 @@ class Inbox:
         known = self._ledger.get(held.uid)
         if known is None:
             self._ledger.add(held)
+        elif known.entry == held.entry:
+            return  # an audit has dropped the one known then, and a listing has found this one meanwhile
         elif split_log_id(last)[0] == known.attempt:
             self._endings.delete(held.entry)
         else:

@@ -1,13 +1,18 @@
 """From an entry of the own stream to an arrival: order, how far ahead fences go, and what was said before."""
 
-from services.scheduler.desk import AHEAD
+from services.scheduler.agenda import Agenda
+from services.scheduler.desk import AHEAD, Desk
+from services.scheduler.endings import Endings
 from services.scheduler.fake_engine import FakeEngineConfig
-from services.scheduler.inbox import decode_entries
-from shared.broker import replies
+from services.scheduler.inbox import Inbox, decode_entries
+from services.scheduler.ledger import Held, Ledger
+from services.scheduler.metrics import SchedulerMetrics
+from shared.broker import control, replies, streams
 from shared.broker.connection import Broker
 from shared.broker.replies import FenceEntry
 from shared.broker.streams import GenerateEntry
-from shared.messages import GenerateRequest, encode
+from shared.messages import GenerateRequest, Heartbeat, decode, encode
+from shared.metrics import Metrics
 from shared.sampling import SamplingParams
 from shared.settings import RedisSettings
 from tests.fakes.engines import HostedEngine
@@ -78,3 +83,27 @@ def test_payloads_that_are_no_request_or_anothers_are_told_apart() -> None:
         GenerateEntry(b"3-0", "u3", b"\x93", "new"),
     ]
     assert [found for _, found in decode_entries(entries).entries] == [request, None, None]
+
+
+def test_an_entry_that_was_read_twice_is_not_its_own_rival(redis_settings: RedisSettings, broker: Broker) -> None:
+    """Its uid ran here under an older entry when it was read; then that one was dropped, and it was read again."""
+    front, ledger, desk = Front(broker), Ledger(), Desk()
+    metrics = SchedulerMetrics(Metrics("scheduler", "e1", "tiny", "0"))
+    endings = Endings(front.keys, "e1", ledger, desk, metrics, False)
+    inbox = Inbox(front.keys, "e1", ledger, desk, endings, metrics, 4)
+    broker.run(control.beat_and_look(front.keys, "scheduler", "e1", Heartbeat(1, "e1"), ["scheduler"]))
+    uid = front.open("e1")
+    (entry,) = broker.run(streams.read_generate(front.keys, "e1"))
+    running = Held(uid, b"1-0", decode(GenerateRequest, entry.payload), "new", 0)
+    ledger.add(running)
+    ledger.choose(1)
+    ledger.speak(running, 1, 0, 1)
+    inbox.take_in(decode_entries([entry]))
+    ledger.remove(running)
+    inbox.take_in(decode_entries([entry]))
+    agenda = Agenda()
+    inbox.plan(agenda)
+    agenda.run(broker)
+    held = ledger.get(uid)
+    assert held is not None and held.entry == entry.entry_id
+    assert not endings, "nothing is to be deleted"
