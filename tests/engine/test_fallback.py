@@ -110,6 +110,14 @@ def test_what_our_attention_cannot_do_is_refused_by_name(
         build(write(tmp_path, name, **changes))
 
 
+@pytest.mark.parametrize("field", ["rope_type", "type"])
+@pytest.mark.parametrize("holder", ["rope_parameters", "rope_scaling"])
+def test_an_unknown_rope_type_is_refused_by_name(holder: str, field: str) -> None:
+    raw = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", holder: {field: "bogus", "factor": 2.0}}
+    with pytest.raises(ConfigError, match=r"'GPTNeoXForCausalLM' is not supported: .*rope type 'bogus'"):
+        describe(raw)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

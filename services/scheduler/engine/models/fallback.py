@@ -125,8 +125,7 @@ def describe(raw: Mapping[str, Any]) -> ModelConfig:
     is_decoder = known is not None and known.__name__ == plug.architecture
     if not is_decoder or getattr(config, "is_encoder_decoder", False):
         raise plug.refuse("transformers does not have it as a decoder that generates text")
-    if _WANDERING_ROPE in _rope_kinds(raw):
-        raise plug.refuse(f"rope type {_WANDERING_ROPE!r} hangs on what else is in a batch there")
+    _check_ropes(config, plug)
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     return ModelConfig(
@@ -147,13 +146,17 @@ def describe(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _rope_kinds(raw: Mapping[str, Any]) -> set[str]:
-    """Name the rope rules of a config, of all kinds of layers."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    if not isinstance(rope, Mapping):
-        return set()
-    parts = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
-    return {str(kind) for part in parts if (kind := part.get("rope_type") or part.get("type"))}
+def _check_ropes(config: Any, plug: _Plug) -> None:
+    """Refuse the rope rules, of any kind of layers, that transformers does not know or does not keep per request."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        kind = part.get("rope_type", "default")
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise plug.refuse(f"transformers does not know the rope type {kind!r}")
+        if kind == _WANDERING_ROPE:
+            raise plug.refuse(f"rope type {kind!r} hangs on what else is in a batch there")
 
 
 def load_fallback(
