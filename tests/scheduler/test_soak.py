@@ -1,4 +1,8 @@
-"""Random lives of many requests on small pools: everything said must be what the request says alone."""
+"""Random lives of many requests on small pools: everything said must be what the request says alone.
+
+A request that is forgotten was closed by its client, passed its deadline or said a stop string: to an engine these are
+one thing. The driver checks the books after every move.
+"""
 
 import random
 
