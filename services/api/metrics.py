@@ -177,7 +177,7 @@ class _WorkerProcesses:
 
     def collect(self) -> Iterable[Any]:
         """Give one family per process metric, with what the living workers use together."""
-        found = (re.search(r"_(\d+)\.db$", name) for name in os.listdir(self._directory))
+        found = (re.search(r"^gauge_live.*_(\d+)\.db$", name) for name in os.listdir(self._directory))
         families: dict[str, Any] = {}
         for pid in sorted({match[1] for match in found if match}):
             for family in ProcessCollector(pid=partial(str, pid), registry=None).collect():

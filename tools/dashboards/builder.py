@@ -136,11 +136,8 @@ def _panel_json(panel: Panel) -> Json:
         "options": _options(panel),
     }
     if panel.kind == "table":
-        made["transformations"] = [
-            {"id": "labelsToFields", "options": {"mode": "columns"}},
-            {"id": "merge", "options": {}},
-            {"id": "organize", "options": {"excludeByName": dict.fromkeys(panel.hidden, True)}},
-        ]
+        hidden = {"excludeByName": dict.fromkeys(panel.hidden, True)}
+        made["transformations"] = [{"id": "organize", "options": hidden}]
     return made
 
 
