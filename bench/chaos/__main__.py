@@ -82,8 +82,12 @@ class Run:
         books.forbidden += notes
         left = await self._ground.quiet(keys=False)
         books.leaked += [f"#{fault.number} {fault.name}: {what} {value}" for what, value in left.items()]
+        risen = _risen(before, await self._ground.alarms())
         if not fault.loses_data:
-            books.alarms += _risen(before, await self._ground.alarms())
+            books.alarms += risen
+        elif fault.kind != "vandal":  # an entry of a request is lost with everything, or not at all
+            books.alarms += Counter(unheld=risen["unheld"])
+        books.alarms = +books.alarms
         self.total.add(books)
         self.kinds[fault.name].add(books)
 

@@ -35,6 +35,7 @@ _LOOK_S: Final = 0.05
 _STRANGE: Final = b"not yours"
 ALARMS: Final = {
     "reopened": ("api", "millrace_requests_reopened_total"),
+    "unheld": ("api", 'millrace_requests_reopened_total{why="unheld"}'),
     "gaps": ("detokenizer", 'millrace_detokenizer_dropped_total{reason="gap"}'),
     "restarts": ("scheduler", "millrace_log_restarts_total"),
 }
