@@ -24,6 +24,7 @@ from bench.chaos.workload import NAN, POISON
 from bench.plane_stack import Stack
 from bench.soak import GAUGES, KEPT, read_gauge
 from services.launcher.redis_server import RedisServer, find_programs
+from shared.broker.log_id import END_ATTEMPT
 
 READY_LIMIT_S: Final = 60.0
 QUIET_LIMIT_S: Final = 75.0
@@ -173,11 +174,18 @@ class Ground:
         keys: list[bytes] = sorted(found)
         if kind in ("inbox", "generate"):  # those of the dead are nobody's: they are not touched any more
             keys = [key for key in keys if (await self._redis.object("idletime", key) or 0) <= 1]
+        elif kind == "reply":  # one that has ended is read by nobody
+            keys = [key for key in keys if await self._is_open(key)]
         if kind == "tokens" and not keys:
             keys = [f"millrace:tokens:{self.model}:{shard}".encode() for shard in range(4)]
         if keys:
             self._vandalized = key = self._rng.choice(keys)
-            await self._redis.set(key, _STRANGE)
+            await self._redis.set(key, _STRANGE, keepttl=True)
+
+    async def _is_open(self, log: bytes) -> bool:
+        """Whether a reply log has no terminal yet."""
+        newest: list[Any] = await self._redis.xrevrange(log, count=1)
+        return bool(newest) and int(newest[0][0].partition(b"-")[0]) != END_ATTEMPT
 
     def _signal(self, instance: str, signum: int) -> None:
         self._old_pid = self._stack.pids()[instance]
