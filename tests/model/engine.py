@@ -106,7 +106,7 @@ class Engine(Machine):
         for entry in self.world.run(replies.read_log(self.keys, waiting.uid)):
             match entry:
                 case OpenEntry():
-                    replica = entry.header.replica
+                    replica = "" if entry.header.resumable_ms else entry.header.replica
                     token_ids = list(entry.said.token_ids) if entry.said else []
                 case TokensEntry() | EndEntry():
                     token_ids += entry.delta.token_ids

@@ -120,7 +120,7 @@ class Api(Machine):
             return
         clients = [Client(world.name("u"), world.rng.randrange(1, 9)) for _ in range(world.rng.randrange(1, 3))]
         for client in clients:
-            world.clients[client.uid] = self.open_clients[client.uid] = client
+            world.clients[client.key] = self.open_clients[client.key] = client
             if world.with_poison and world.rng.random() < 0.25:
                 world.poison.add(client.uid)
         self._open(clients)
@@ -136,7 +136,7 @@ class Api(Machine):
             model=MODEL,
         )
         choices = [
-            Choice(c.uid, ReplyHeader(self.id), c.last, c.seen, Said(c.token_ids, c.text) if c.token_ids else None)
+            Choice(c.uid, self.header(), c.last, c.seen, Said(c.token_ids, c.text) if c.token_ids else None)
             for c in clients
         ]
         opened = self.world.run(streams.open_request(self.keys, request, choices, cap=None))
@@ -156,12 +156,24 @@ class Api(Machine):
         for ring in answer.rings:
             client = self.open_clients.get(ring.uid)
             if client is None:
-                self.end(ring.uid)  # finished here, and yet somebody works on it: lost data has revived it
-                self.world.run(replies.delete_logs(self.keys, [ring.uid]))
+                self.stranger(ring.uid)
             elif ring.prev == client.last:
                 self.say(client, ring.log_id, decode(Delta, ring.blob))
             elif split_log_id(ring.log_id) > split_log_id(client.last):
                 self.read(client)
+
+    def header(self) -> ReplyHeader:
+        """Write the head of a log."""
+        return ReplyHeader(self.id)
+
+    def stranger(self, uid: str) -> None:
+        """End what was finished here, and yet somebody works on: lost data has revived it."""
+        self.end(uid)
+        self.forget_log(uid)
+
+    def forget_log(self, uid: str) -> None:
+        """Delete a log that nobody reads any more."""
+        self.world.run(replies.delete_logs(self.keys, [uid]))
 
     def say(self, client: Client, log_id: LogId, delta: Delta) -> None:
         """Tell the client; here the promise is checked."""
@@ -183,13 +195,13 @@ class Api(Machine):
 
     def _finish(self, client: Client, delta: Delta, said: int) -> None:
         client.end = delta.finish or (delta.error.message if delta.error else "")
-        self.open_clients.pop(client.uid, None)
+        self.open_clients.pop(client.key, None)
         if delta.finish is not None:
             if client.text != text_of(client.token_ids) or said != len(client.token_ids):
                 raise Violation(f"{client.uid}: text or usage is not that of its tokens")
             if delta.finish == "length" and said != client.length:
                 raise Violation(f"{client.uid}: {said} tokens of {client.length}")
-        self.world.run(replies.delete_logs(self.keys, [client.uid]))
+        self.forget_log(client.uid)
 
     def read(self, client: Client) -> None:
         """Go on from the log if it begins with what was said; else open it again with that."""
@@ -210,8 +222,8 @@ class Api(Machine):
                 return self.repair(client, entries[-1].log_id)
             self.world.events["diverged"] += 1
             client.end = LOST_DATA if end.delta.finish or not end.delta.error else end.delta.error.message
-            self.open_clients.pop(client.uid, None)
-            self.world.run(replies.delete_logs(self.keys, [client.uid]))
+            self.open_clients.pop(client.key, None)
+            self.forget_log(client.uid)
             return None
         self._catch_up(client, entries)
         return None
@@ -231,7 +243,12 @@ class Api(Machine):
                         if client.end is not None:
                             return None
                 case OpenEntry(said=Said() as said):
-                    at, client.last = len(said.token_ids), entry.log_id
+                    at = len(said.token_ids)
+                    if at > len(client.token_ids):  # others who read it were told more
+                        first = len(client.token_ids)
+                        rest = Delta(first + 1, said.token_ids[first:], said.text[len(client.text) :])
+                        self.say(client, entry.log_id, rest)
+                    client.last = entry.log_id
                 case _:
                     client.last = entry.log_id
             client.seen = max(client.seen, split_log_id(client.last)[0])
@@ -279,7 +296,7 @@ class Api(Machine):
         client = self.open_clients.pop(self.world.rng.choice(sorted(self.open_clients)))
         client.left = True
         self.end(client.uid)
-        self.world.run(replies.delete_logs(self.keys, [client.uid]))
+        self.forget_log(client.uid)
 
     def end(self, uid: str) -> None:
         self.world.run(replies.end(self.keys, uid, fault("abort")))

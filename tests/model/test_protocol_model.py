@@ -41,6 +41,7 @@ class Lives(RuleBasedStateMachine):
     redis: ClassVar[RedisSettings]
     poison: ClassVar[bool] = False
     forgetful: ClassVar[bool] = False
+    readers: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,8 @@ class Lives(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.town = Town(self.broker, self.prefix, poison=self.poison, forgetful=self.forgetful)
+        options = {"poison": self.poison, "forgetful": self.forgetful, "readers": self.readers}
+        self.town = Town(self.broker, self.prefix, **options)
 
     def live(self, turns: int, seed: int, mischief: bool) -> None:
         assert self.town is not None
@@ -123,14 +125,29 @@ class LivesWithPoison(Lives):
     poison = True
 
 
+class LivesWithReaders(Lives):
+    """And clients that come back to their streams at any api, alone or several at once, or never."""
+
+    readers = True
+
+
+class LivesWithReadersAndLostData(LivesWithLostData):
+    """And both."""
+
+    readers = True
+
+
+KINDS_OF_LIVES = [Lives, LivesWithLostData, LivesWithPoison, LivesWithReaders, LivesWithReadersAndLostData]
+
+
 @pytest.mark.timeout(600)  # to shrink a failure takes its time
-@pytest.mark.parametrize("lives", [Lives, LivesWithLostData, LivesWithPoison])
+@pytest.mark.parametrize("lives", KINDS_OF_LIVES)
 def test_the_promise_holds(lives: type[Lives], broker: Broker, redis_settings: RedisSettings) -> None:
     machine = type(lives.__name__, (lives,), {"broker": broker, "redis": redis_settings})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=EXAMPLES // 2 if lives.readers else EXAMPLES,
             stateful_step_count=30,
             deadline=None,
             database=None,

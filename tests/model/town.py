@@ -9,6 +9,7 @@ from shared.broker.replies import EndEntry, LogEntry, OpenEntry, TokensEntry, re
 from shared.broker.streams import list_consumers, list_held
 from tests.model.engine import Engine
 from tests.model.machines import LOST_DATA, Api, Detokenizer, Machine, Tokenizer
+from tests.model.readers import NOT_FOUND, ReadersApi
 from tests.model.world import MODEL, NUM_SHARDS, Client, Crash, Violation, World
 
 KINDS: tuple[type[Machine], ...] = (Api, Tokenizer, Engine, Detokenizer)
@@ -18,9 +19,12 @@ MAX_CALM_TURNS = 60_000
 class Town:
     """All machines, and the checks on what they leave behind."""
 
-    def __init__(self, broker: Broker, prefix: str, *, poison: bool = False, forgetful: bool = False) -> None:
+    def __init__(
+        self, broker: Broker, prefix: str, *, poison: bool = False, forgetful: bool = False, readers: bool = False
+    ) -> None:
         self.world = World(broker, prefix, poison=poison, forgetful=forgetful)
-        self.pools: list[list[Machine]] = [[kind(self.world) for _ in range(2)] for kind in KINDS]
+        kinds = [ReadersApi if readers and kind is Api else kind for kind in KINDS]
+        self.pools: list[list[Machine]] = [[kind(self.world) for _ in range(2)] for kind in kinds]
 
     def turns(self, count: int, seed: int, *, mischief: bool) -> None:
         """Let machines act in random order."""
@@ -100,7 +104,7 @@ class Town:
 
     def _check_logs(self) -> None:
         """A log only grows; ids are contiguous and rise; nothing follows the end."""
-        for uid in self.world.clients:
+        for uid in {client.uid for client in self.world.clients.values()}:
             entries = self.world.broker.run(read_log(self.world.keys, uid))
             before = self.world.logs.get(uid, [])
             if entries and entries[: len(before)] != before:
@@ -119,7 +123,7 @@ class Town:
             if key.startswith(prefix):
                 engine = key.removeprefix(prefix).decode()
                 places += [uid for _, uid in self.world.broker.run(list_held(self.world.keys, engine))]
-        for client in self.open_clients:
+        for client in {c.uid: c for c in self.open_clients}.values():
             log = self.world.broker.run(read_log(self.world.keys, client.uid))
             if log and not isinstance(log[-1], EndEntry) and places.count(client.uid) != 1:
                 raise Violation(f"{client.uid} is in {places.count(client.uid)} places")
@@ -138,7 +142,8 @@ class Town:
 
     def _is_quiet(self) -> bool:
         busy = any(engine.running or engine.waiting or engine.output for engine in self.engines)
-        return not self.open_clients and not busy and not self._leftovers()
+        waiting = any(c.away and c.end is None for c in self.world.clients.values())
+        return not self.open_clients and not waiting and not busy and not self._leftovers()
 
     def _leftovers(self) -> list[str]:
         world = self.world
@@ -156,7 +161,9 @@ class Town:
 
     def _check_end(self, client: Client) -> None:
         world = self.world
-        excused = {LOST_DATA} if world.data_lost else set()
+        excused = {LOST_DATA, NOT_FOUND} if world.data_lost else set()
+        if client.lapsed:
+            excused.add(NOT_FOUND)
         if world.events["paused"] or world.data_lost:
             excused.add("replica_lost")
         if client.uid in world.poison:

@@ -64,6 +64,8 @@ class Client:
 
     uid: str
     length: int
+    reader: str = ""
+    """Several may read one request: how this one is told from the others."""
     last: LogId = NO_LOG
     seen: int = 0
     entry: bytes = b""
@@ -72,8 +74,22 @@ class Client:
     end: str | None = None
     gone: bool = False
     left: bool = False
+    away: bool = False
+    """Its api died, or it hung up; it will come back."""
+    lapsed: bool = False
+    """So much time went by that its stream may be gone."""
+    announced: bool = False
+    """It knows the name of its stream."""
+    stream: str = ""
+    before: "Client | None" = None
+    """What it was told before it came back, by others."""
     idle: int = 0
     reopens: int = 0
+
+    @property
+    def key(self) -> str:
+        """Name it among all clients."""
+        return self.uid + self.reader
 
 
 class World:
