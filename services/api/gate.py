@@ -27,6 +27,7 @@ _REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._:@/+=-]{1,128}$")
 CLIENT_CLOSED: Final = 499
 """Status of the log and the metrics, never of an answer: the client left before it was complete."""
 UNMATCHED: Final = "unmatched"
+_ASKED_OFTEN: Final = PUBLIC_PATHS | {"/metrics", "/v1/pipeline"}
 
 
 class Gate:
@@ -103,7 +104,7 @@ class Gate:
         route = getattr(scope.get("route"), "path", UNMATCHED)
         status = answer.status if answer.complete else CLIENT_CLOSED
         self._service.metrics.http_requests.labels(route, str(status)).inc()
-        level = logging.DEBUG if route in PUBLIC_PATHS or route == "/metrics" else logging.INFO
+        level = logging.DEBUG if route in _ASKED_OFTEN else logging.INFO
         log.log(level, "%s %s %d %.0f ms", scope["method"][:16], route, status, (time.monotonic() - began) * 1e3)
 
 

@@ -65,3 +65,25 @@ def test_nothing_comes_from_outside_and_no_text_becomes_markup(path: Path) -> No
     assert set(re.findall(r"https?://[\w./-]+", text)) <= LOCAL
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style=", "onclick"):
         assert word not in text, word
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_in_both_schemes(scheme: int) -> None:
+    palette = re.findall(r":root {(.*?)}", (FOLDER / "style.css").read_text(), re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6});", palette))
+    pairs = [(text, ground) for text in ("text", "soft", "accent", "bad") for ground in ("ground", "panel")]
+    pairs += [("on-accent", "accent"), ("bad", "bad-soft"), ("late", "late-soft"), ("text", "accent-soft")]
+    pairs += [("text", f"p{shade}") for shade in range(4)]
+    faint = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in pairs}
+    assert {pair: value for pair, value in faint.items() if value < 4.5} == {}

@@ -217,6 +217,22 @@ def test_a_killed_engine_is_seen_to_die_and_its_requests_to_move(page: Browser, 
     stack.wait_ready()
 
 
+def test_an_answer_survives_the_api_that_gives_it(window: Browser, stack: Stack) -> None:
+    window.open(stack.url)
+    wait_ready(window, stack.model)
+    ask(window, "Do not lose me either", temperature=0)
+    before = wait_growing(window)
+    stack.kill("api-0")
+    wait_growing(window, len(window.text(ANSWER)) + 50)
+    window.one("#stop").click()
+    after = wait_end(window)
+    assert after.startswith(before) and after == said(stack, len(after), "Do not lose me either")
+    complaints = window.complaints()  # of the time when nobody listened, or was not ready
+    assert [c for c in complaints if "ERR_" not in c and "503" not in c] == []
+    window.forget()
+    stack.wait_ready()
+
+
 def test_the_figures_of_the_pipeline_are_drawn(page: Browser) -> None:
     ask(page, "Count me", max_tokens=40)
     wait_end(page)

@@ -11,6 +11,7 @@ const TALK = "millrace.talk";
 const SETTINGS = "millrace.settings";
 const SAVE_EVERY_MS = 250;
 const MAX_RETRIES = 6;
+const AWAY = [0, 503];
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const KEPT_FIELDS = [...NUMBERS, "system", "model"];
 
@@ -165,11 +166,13 @@ export class Chat {
     let trouble = "";
     try {
       for (let retries = 0; !message.ended; retries++) {
+        const last = message.stream?.last;
         try {
           if (await this.follow(await open(signal), running)) break;
         } catch (error) {
-          if (error.status !== 0 || !message.stream?.id) throw error; // the server has spoken, or we have stopped it
+          if (!AWAY.includes(error.status) || !message.stream?.id) throw error; // it has spoken, or we have stopped it
         }
+        if (message.stream.last !== last) retries = 0;
         if (retries >= MAX_RETRIES) throw new ApiError(0, "The connection was lost.");
         shown.waiting(true);
         await pause(250 * 2 ** retries, signal);
