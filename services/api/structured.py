@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.api.schema import Sampling, check_tree
-from services.api.tools import Offer
+from services.api.tools import Offer, write_shapes
 from shared.dialect import Thoughts
 from shared.errors import InvalidRequest
 from shared.sampling import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
@@ -38,7 +38,7 @@ def guide(grammar: Grammar | None, offer: Offer, thoughts: Thoughts | None) -> G
         thoughts: that may come first.
 
     Raises:
-        InvalidRequest: a call is forced, so there can be no answer of another grammar.
+        InvalidRequest: a call is forced, so there can be no answer of another grammar; or it is all too large.
     """
     if offer.forced is not None:
         if grammar is not None and not grammar.field.startswith("response_format"):
@@ -46,6 +46,8 @@ def guide(grammar: Grammar | None, offer: Offer, thoughts: Thoughts | None) -> G
         return offer.forced
     if grammar is None:
         return offer.free
+    if offer.possible is not None:
+        write_shapes(offer.possible)  # a grammar of such a size is refused
     return msgspec.structs.replace(grammar, thoughts=thoughts, calls=offer.possible)
 
 

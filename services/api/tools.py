@@ -147,9 +147,19 @@ def _shape(function: FunctionSpec, i: int) -> FunctionShape:
     return FunctionShape(function.name, text, bool(function.strict), f"tools[{i}].function.parameters")
 
 
+def write_shapes(calls: CallShapes) -> str:
+    """Write calls as the text of a grammar.
+
+    Raises:
+        InvalidRequest: they are too large for one.
+    """
+    text = msgspec.json.encode(calls)
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise _bad("tools", f"where a grammar holds calls, all together must not exceed {MAX_GRAMMAR_BYTES} bytes")
+    return text.decode()
+
+
 def _grammar(calls: CallShapes, thoughts: Thoughts | None) -> Grammar:
-    text = msgspec.json.encode(calls).decode()
-    if len(text.encode()) > MAX_GRAMMAR_BYTES:
-        raise _bad("tools", f"to force a call, all together must not be larger than {MAX_GRAMMAR_BYTES} bytes")
+    text = write_shapes(calls)
     field = calls.functions[0].field if len(calls.functions) == 1 else "tools"
     return Grammar("calls", text, field=field, thoughts=thoughts)

@@ -92,6 +92,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool({"type": "string"})]}, "tools[0].function.parameters.type"),
     ({"tools": [TOOL, tool({"a": [[[2**64]]]})]}, "tools[1].function.parameters"),
     ({"tools": [tool({"title": "x" * 200_000})], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool({"title": "x" * 200_000})], "response_format": {"type": "json_object"}}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
