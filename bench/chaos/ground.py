@@ -184,7 +184,7 @@ class Ground:
 
     async def _is_open(self, log: bytes) -> bool:
         """Whether a reply log has no terminal yet."""
-        newest: list[Any] = await self._redis.xrevrange(log, count=1)
+        newest: Any = await self._redis.xrevrange(log, count=1)
         return bool(newest) and int(newest[0][0].partition(b"-")[0]) != END_ATTEMPT
 
     def _signal(self, instance: str, signum: int) -> None:
