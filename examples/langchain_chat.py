@@ -11,7 +11,7 @@ llm = ChatOpenAI(
     base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
     api_key=os.environ.get("OPENAI_API_KEY", "none"),
     temperature=0,
-    max_tokens=48,
+    max_tokens=24,
 )
 prompt = ChatPromptTemplate.from_messages([("system", "You answer in one sentence."), ("user", "What is {thing}?")])
 chain = prompt | llm | StrOutputParser()
