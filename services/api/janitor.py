@@ -86,6 +86,11 @@ class Janitor:
                 self._kept.clear()
                 self._strays.clear()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._idle.is_set()
+
     async def settle(self, timeout_s: float) -> bool:
         """Wait until nothing is left to do; False if it took longer."""
         try:

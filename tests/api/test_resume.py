@@ -132,6 +132,23 @@ def test_a_client_that_left_is_waited_for(pair: StartPair, engine: EngineSide) -
     assert after[-1].data == "[DONE]"
 
 
+def test_what_rings_for_nobody_is_not_ended(
+    api: RunningApi, engine: EngineSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica that opened a stream goes on to hear of it, and knows that others may wait for it."""
+    monkeypatch.setattr("services.api.replies.RECENT_S", 0.0)
+    engine.hold()
+    with opening(api.url, CHAT, HI) as (stream, events):
+        role = next(events)
+        eventually(lambda: engine.running, "it runs")
+    eventually(lambda: not api.service.replies.exchanges, "its client is gone")
+    for _ in range(3):
+        engine.step_once()
+        eventually(lambda: api.service.janitor.is_idle, "what rang was looked at")
+    engine.release()
+    assert text_of(rest(api.url, stream, role.id)) == TEXT
+
+
 def endless(request: GenerateRequest) -> Answer:
     return Answer([" word"] * 100_000)
 
