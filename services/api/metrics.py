@@ -96,7 +96,9 @@ TABLE: Final = (*COMMON, *API)
 MULTIPROCESS_DIR: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Variable that makes the client library keep its numbers in files that the workers of one port share."""
 
-FINISH_REASONS: Final = frozenset({"stop", "length", "tool_calls", "content_filter", "aborted", "deadline", "rejected"})
+FINISH_REASONS: Final = frozenset({
+    "stop", "length", "tool_calls", "content_filter", "aborted", "deadline", "rejected", "left",
+})  # fmt: skip
 ERROR_TYPES: Final = frozenset({
     "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "timeout_error",
     "service_unavailable_error", "server_error",

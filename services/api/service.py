@@ -208,6 +208,9 @@ class ApiService:
         if exchange.job.purpose != "generate":
             return
         for choice in exchange.choices:
+            if choice.ended is None and error is None and exchange.goes_on:
+                self.metrics.finish("left")
+                continue
             self.metrics.finish(_reason(choice.ended.finish if choice.ended else None, error))
             if choice.said:
                 self.metrics.answer_tokens.observe(choice.said)
@@ -230,6 +233,7 @@ class ApiService:
         except Exception:
             log.critical("the task %s died", name, exc_info=True)
             self.readiness.missing(f"{name} task")
+            self._ready.set(0)  # it may have been the one that says so
             raise
 
     async def _connect_and_beat(self) -> None:
