@@ -18,6 +18,8 @@ MAX_TOKENS: Final = 2**31 - 1
 MAX_STOP: Final = 4
 MAX_STOP_BYTES: Final = 4096
 MAX_PROMPTS: Final = 2048
+MAX_MESSAGES: Final = 2048
+"""Of a conversation, and parts of one message."""
 
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 CountOrZero = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -138,7 +140,7 @@ class ChatMessage(Strict):
     """One turn. The last five fields come back from clients that resend our answers; only their text counts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -204,7 +206,7 @@ class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
     model: str
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None

@@ -5,6 +5,7 @@ The work is a tokenizer's, over the same queue and logs as generation, so it sur
 a part in it. Knows neither HTTP nor the broker.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -14,6 +15,7 @@ from services.api.exchange import Exchange
 from services.api.intake import chat_job, completion_job
 from services.api.job import Job
 from services.api.schema import ChatMessage, ChatRequest, CompletionRequest, Strict, Tool, parse
+from shared.dialect import Dialect
 from shared.errors import InvalidRequest
 
 DEADLINE_S: Final = 30.0
@@ -57,8 +59,14 @@ class DetokenizeAnswer(msgspec.Struct):
     prompt: str
 
 
-def tokenize_job(data: bytes, default_model: str, max_depth: int) -> Job:
+def tokenize_job(data: bytes, default_model: str, max_depth: int, dialect: Callable[[str], Dialect | None]) -> Job:
     """Check a body of /tokenize.
+
+    Args:
+        data: the body.
+        default_model: of a body that names none.
+        max_depth: nesting of its free-form parts.
+        dialect: of a model, as far as it is known; tools are rendered by it.
 
     Raises:
         InvalidRequest: naming the field.
@@ -78,15 +86,15 @@ def tokenize_job(data: bytes, default_model: str, max_depth: int) -> Job:
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        job = chat_job(chat, max_depth)
+        job = chat_job(chat, max_depth, dialect(model))
     job.kind = "tokenize"
     job.add_special = body.add_special_tokens is not False
     job.wants_texts = bool(body.return_token_strs)
     return job
 
 
-def detokenize_job(data: bytes, default_model: str, max_depth: int) -> Job:
-    """Check a body of /detokenize. Raises as `tokenize_job`."""
+def detokenize_job(data: bytes, default_model: str, max_depth: int, _: Callable[[str], Dialect | None]) -> Job:
+    """Check a body of /detokenize. As `tokenize_job`, but that no dialect is needed."""
     body = parse(DetokenizeBody, data)
     job = completion_job(CompletionRequest(model=body.model or default_model, prompt=body.tokens or [0]), max_depth)
     job.prompts = [msgspec.structs.replace(job.prompts[0], token_ids=body.tokens)]

@@ -81,6 +81,7 @@ class EngineSide:
         self.script: Script = words
         self.dialect: Dialect | None = Dialect("hermes")
         self.reject: Callable[[TokenizeRequest], ErrorBody | None] = lambda request: None
+        self.tell: Callable[[TokenizeRequest], Delta | None] = lambda request: None
         self.queued: list[TokenizeRequest] = []
         self.running: dict[str, Running] = {}
         self.ended: dict[str, str] = {}
@@ -104,7 +105,7 @@ class EngineSide:
 
     def reset(self) -> None:
         """Be as new for the next test."""
-        self.script, self.reject = words, lambda request: None
+        self.script, self.reject, self.tell = words, lambda request: None, lambda request: None
         self.step_limit, self.tick_s = None, 0.002
         self.queued.clear()
         self.ended.clear()
@@ -195,10 +196,10 @@ class EngineSide:
         for entry in self.broker.run(streams.read_queue(keys, self.model, self.name, count=64)):
             request = decode(TokenizeRequest, entry.payload)
             self.queued.append(request)
-            refusal = self.reject(request)
-            if refusal is not None:
+            refusal, told = self.reject(request), self.tell(request)
+            if refusal is not None or told is not None:
                 for uid in request.uids:
-                    self.broker.run(end(keys, uid, Delta(0, [], "", error=refusal)))
+                    self.broker.run(end(keys, uid, told or Delta(0, [], "", error=refusal)))
                 self.broker.run(streams.discard(keys, self.model, entry.entry_id))
                 continue
             ready = [

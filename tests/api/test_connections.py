@@ -206,6 +206,26 @@ def test_heads_over_the_bound(api: RunningApi) -> None:
     assert api.get("/livez").status_code == 200
 
 
+@pytest.mark.parametrize("begun", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: b\r\n\r\n"])
+def test_heads_that_come_too_slowly(start_api: StartApi, begun: bytes) -> None:
+    """The time runs from a head's first byte, on a new connection and on one that was kept."""
+    api = start_api(header_timeout=0.5)
+    with socket.create_connection((HOST, api.port), timeout=20) as sock:
+        if begun:
+            sock.sendall(begun)
+            assert b"200 OK" in read_until(sock, b"}")
+        sock.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        raw = read_until(sock, b"}}")
+        assert raw.startswith(b"HTTP/1.1 400") and b"did not come within" in raw
+        assert sock.recv(1) == b""
+
+
+def test_a_connection_on_which_nothing_comes_is_closed(start_api: StartApi) -> None:
+    api = start_api(keep_alive=1)
+    with socket.create_connection((HOST, api.port), timeout=20) as sock:
+        assert sock.recv(1) == b""
+
+
 def test_a_connection_is_kept_after_an_early_error(api: RunningApi, engine: EngineSide) -> None:
     sock = socket.create_connection((HOST, api.port), timeout=20)
     sock.sendall(request_bytes({**LONG, "max_tokens": 1}, path="/v1/nope"))

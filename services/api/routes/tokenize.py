@@ -43,13 +43,14 @@ class TokenizerResponse(GenerationResponse):
             await Response(make_body(exchange, limit), 200, media_type="application/json")(scope, receive, send)
 
 
-async def _respond(request: Request, make: Callable[[bytes, str, int], Job]) -> Response:
+async def _respond(request: Request, make: Callable[..., Job]) -> Response:
     service: ApiService = request.app.state.service
     settings = service.settings
     data = await read_body(request, settings)
     if len(data) > settings.max_tokenize_bytes:
         raise too_large(settings.max_tokenize_bytes)
-    job = sign(request, make(data, settings.served_model_name, settings.max_json_depth), len(data))
+    job = make(data, settings.served_model_name, settings.max_json_depth, service.fleet.dialect)
+    sign(request, job, len(data))
     job.timeout_s = min(read_timeout(request, None) or DEADLINE_S, DEADLINE_S)
     return TokenizerResponse(service, job)
 
