@@ -146,6 +146,7 @@ class ChatFormat(OpenAiFormat):
         super().__init__(exchange, fingerprint)
         outline = self._job.outline
         self._spoken = [SpokenChoice(outline, choice) for choice in exchange.choices] if outline else []
+        self._is_plain = outline is None and not self._job.returns_ids and not self._job.continuous_usage
 
     def begin(self) -> bytes:
         """Give the role chunk of every choice."""
@@ -155,12 +156,9 @@ class ChatFormat(OpenAiFormat):
     def delta(self, choice: Choice, text: str, logprobs: list[LogprobEntry], ended: Delta | None) -> bytes:
         """Give chunks of content, thoughts and calls and, at the end, a finish chunk of its own."""
         finish: str | None = ended.finish if ended is not None else None
-        if not self._spoken and not self._job.returns_ids and not logprobs and not self._job.continuous_usage:
-            out = (
-                self._heads[choice.index] + b'"delta":{"content":' + _json(text) + b"}" + self._plain_tail
-                if text
-                else b""
-            )
+        if self._is_plain and not logprobs:
+            out = self._heads[choice.index] + b'"delta":{"content":' + _json(text) + b"}" + self._plain_tail
+            out = out if text else b""
         else:
             deltas = [b'{"content":' + _json(text) + b"}"] if text else []
             if self._spoken:

@@ -141,10 +141,18 @@ def _shape(function: FunctionSpec, i: int) -> FunctionShape:
     schema = dict(function.parameters or _NOTHING)
     if not any(key in schema for key in _COMBINED):
         schema.setdefault("type", "object")
-        if schema.get("properties"):
+        if _declares_all(schema):
             schema.setdefault("additionalProperties", False)
     text = msgspec.json.encode(schema).decode()
     return FunctionShape(function.name, text, bool(function.strict), f"tools[{i}].function.parameters")
+
+
+def _declares_all(schema: dict[str, Any]) -> bool:
+    """Whether a schema names its properties, and requires none that it does not name."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
 
 
 def write_shapes(calls: CallShapes) -> str:

@@ -160,6 +160,31 @@ def test_a_forced_call_is_drawn_by_a_grammar(api: RunningApi, engine: EngineSide
     assert engine.queued[-1].tools == [TOOL, OTHER]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "others"),
+    [
+        (None, False),
+        ({}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"properties": {"a": {}}, "required": ["a"]}, False),
+        ({"properties": {"a": {}}, "additionalProperties": True}, True),
+        ({"properties": {"a": {}}, "required": ["b"]}, None),
+        ({"properties": {"a": {}}, "required": [[]]}, None),
+        ({"properties": 7, "required": "a"}, None),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, None),
+    ],
+)
+def test_a_forced_call_has_the_parameters_that_are_declared(
+    api: RunningApi, engine: EngineSide, parameters: Any, others: bool | None
+) -> None:
+    says(engine, NOW)
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    assert api.post(CHAT, {**ASK, "tools": [tool], "tool_choice": "required"}).status_code == 200
+    grammar = engine.queued[-1].params.grammar
+    assert grammar is not None and grammar.field == "tools[0].function.parameters"
+    assert json.loads(json.loads(grammar.text)[1][0][1]).get("additionalProperties") is others
+
+
 def test_strict_holds_calls_to_their_schemas_also_where_none_is_forced(api: RunningApi, engine: EngineSide) -> None:
     says(engine, "Fine.")
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
