@@ -56,6 +56,7 @@ class Speaker:
         self._max_replies = max_replies
         self._idle_s = idle_s
         self._replies: dict[str, Reply] = {}
+        metrics.replies.set_function(self.__len__)
 
     def __len__(self) -> int:
         """Count the states kept."""
@@ -101,7 +102,6 @@ class Speaker:
             by_silence = sorted(self._replies, key=lambda uid: self._replies[uid].touched_s)
             for uid in by_silence[:excess]:
                 del self._replies[uid]
-        self._metrics.replies.set(len(self._replies))
 
     def _may_go_on(self, uid: str, piece: Piece, fresh: set[str]) -> bool:
         """Whether the state can judge a piece. What it refuses, it must refuse on a fresh look at the log."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shared.metrics import READY, Metric
+from tests.ops.compose_file import ROOT
 from tests.ops.known_metrics import find_unknown
 from tools.dashboards import promql
 from tools.dashboards.__main__ import DASHBOARDS, FOLDER, files
@@ -67,6 +68,14 @@ def test_a_dashboard_can_be_placed_and_found(board: dict[str, Any]) -> None:
         beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
         assert beside or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in board["panels"])
+
+
+def test_every_dashboard_has_a_small_picture_that_is_shown() -> None:
+    folder = ROOT / "docs" / "pictures"
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    names = [f"dashboard-{board['uid'].removeprefix('millrace-')}.png" for board in WRITTEN]
+    assert sum((folder / name).stat().st_size for name in names) < 300_000
+    assert all(f"(pictures/{name})" in page for name in names)
 
 
 def test_addresses_and_names_are_unique() -> None:
