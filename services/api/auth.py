@@ -165,9 +165,9 @@ def _read_entry(number: int, entry: str, defaults: Limits) -> tuple[str, str, Li
 
 
 def _read_file(path: Path) -> list[str]:
-    """Read the entries of a file, one per line; blank lines and those that begin with # are left out."""
+    """Read the entries of a file, one per line; blank lines and comments, which begin with #, are left out."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.partition(" #")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"MILLRACE_API_KEYS_FILE: cannot be read: {e}") from e
     entries = [line for line in lines if line and not line.startswith("#")]

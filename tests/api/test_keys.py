@@ -60,7 +60,7 @@ def test_a_changed_file_counts_at_once(tmp_path: Path) -> None:
     path.write_text("team=old\n")
     keys = store(path, api_keys="fixed")
     assert keys.reload() is None
-    path.write_text("# turned\nteam=new requests=5\n")
+    path.write_text("# turned\n\nteam=new requests=5 # the second one\n")
     assert keys.reload() is True
     assert keys.reload() is None
     assert [knows(keys, key) for key in ("old", "new", "fixed")] == [False, True, True]
