@@ -1,6 +1,7 @@
 """The dashboards that are written: equal to the code, about metrics that exist, complete for whoever looks."""
 
 import json
+import re
 from itertools import combinations
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from shared.metrics import READY, Metric
 from tests.ops.compose_file import ROOT
-from tests.ops.known_metrics import find_unknown
+from tests.ops.known_metrics import KNOWN, find_unknown
 from tools.dashboards import promql
 from tools.dashboards.__main__ import DASHBOARDS, FOLDER, files
 from tools.dashboards.builder import Dashboard
@@ -86,3 +87,17 @@ def test_addresses_and_names_are_unique() -> None:
 def test_a_rate_needs_something_to_divide_by() -> None:
     metric = Metric("millrace_x_seconds", "histogram", "x")
     assert "_count" in promql.mean(metric) and promql.mean(metric).endswith("> 0)")
+
+
+def test_pages_and_the_chart_name_metrics_that_exist() -> None:
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "ops" / "helm").rglob("*.*"), ROOT / "README.md"]
+    named = {
+        (name, path.name)
+        for path in files
+        if path.is_file() and path.suffix in (".md", ".yaml", ".yml", ".tpl")
+        for name in re.findall(r"\bmillrace_[a-z][a-z_]*[a-z]\b", path.read_text(encoding="utf-8"))
+    }
+    known = {name: metric for name, metric in KNOWN.items() if name.startswith("millrace_")}
+    assert {
+        one for one in named if one[0] not in known and re.sub(r"_(bucket|sum|count)$", "", one[0]) not in known
+    } == set()
