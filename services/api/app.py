@@ -75,5 +75,3 @@ async def _answer(request: Request, error: Exception) -> Response:
 async def _refuse(request: Request, error: Exception) -> Response:
     """Answer what the framework would call a 422: to OpenAI's clients a bad request is a 400."""
     return await _answer(request, InvalidRequest("the request's parameters are not valid"))
-
-
