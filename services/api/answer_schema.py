@@ -58,12 +58,13 @@ class AnswerMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One answer of a chat."""
+    """One answer of a chat; its token ids are there where they were asked for."""
 
     index: int
     message: AnswerMessage
     finish_reason: FinishReason
     logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -76,15 +77,18 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextChoice(msgspec.Struct):
-    """One continuation of a text."""
+    """One continuation of a text; its token ids and its prompt's are there where they were asked for."""
 
     index: int
     text: str
     finish_reason: FinishReason
     logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextCompletion(msgspec.Struct):
