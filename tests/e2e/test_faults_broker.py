@@ -174,6 +174,29 @@ def test_a_full_memory_refuses_new_requests_and_is_got_over(plant: Served, undis
 
 
 @pytest.mark.slow
+def test_keys_that_a_policy_evicts_leave_no_answer_hanging(plant: Served, undisturbed: dict[str, str]) -> None:
+    stack = plant.stack
+    stack.wait_ready()
+    evicted = lambda: plant.command("INFO", "stats")["evicted_keys"]  # noqa: E731
+    before = evicted()
+    with Crowd() as crowd:
+        clients = crowd.ask(stack, stream_bodies(stack, NUM_STREAMS, NUM_TOKENS))
+        wait_begun(clients)
+        plant.command("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
+        plant.command("CONFIG", "SET", "maxmemory", 1)
+        try:
+            eventually(lambda: evicted() - before >= 20, "keys are evicted")
+        finally:
+            plant.command("CONFIG", "SET", "maxmemory", 0)
+            plant.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        eventually(plant.canary, "the canary sings", 30)
+        crowd.wait(clients)
+    check_true(clients, undisturbed)
+    stack.wait_ready()
+    wait_quiet(stack, texts=False)
+
+
+@pytest.mark.slow
 def test_a_policy_that_evicts_is_warned_of(redis_program: Any, tmp_path: Path, start_redis: StartRedis) -> None:
     server = start_redis(extra={"maxmemory-policy": "allkeys-lru", "maxmemory": "100mb"})
     with served(tmp_path, server) as one:
