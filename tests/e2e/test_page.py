@@ -1,5 +1,7 @@
 """The page in a real browser, on a whole stack with two engines: what is said, stopped, resumed, seen to die."""
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -159,6 +161,23 @@ def test_a_reload_resumes_where_it_was(page: Browser, stack: Stack) -> None:
     assert "+ 200 tokens" in page.text(".figures-line")
     page.driver.refresh()
     assert len(wait_end(page)) == 200, "what is complete is only shown"
+
+
+def test_a_reload_before_the_first_word_resumes_too(page: Browser, stack: Stack) -> None:
+    engines = [pid for name, pid in stack.pids().items() if name.startswith("scheduler")]
+    try:
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        ask(page, "Not yet", max_tokens=10, temperature=0)
+        name = "return JSON.parse(sessionStorage.getItem('millrace.talk') ?? '[]').at(-1)?.stream?.id"
+        eventually(lambda: page.js(name), "the page knows the name of its stream")
+        assert page.text(ANSWER) == ""
+        page.driver.refresh()
+        page.one(".message.assistant .wait")
+    finally:
+        for pid in engines:
+            os.kill(pid, signal.SIGCONT)
+    assert wait_end(page) == said(stack, 10, "Not yet")
 
 
 def test_tokens_are_coloured_by_probability(page: Browser) -> None:

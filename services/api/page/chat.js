@@ -150,7 +150,7 @@ export class Chat {
     if (!message || message.role !== "assistant" || message.ended) return;
     const shown = this.shown.at(-1);
     if (message.stream?.id) this.run(message, shown, (signal) => this.reopen(message, signal));
-    else this.end(message, shown, "This answer was interrupted before its first word.");
+    else this.end(message, shown, "This answer was interrupted before the server had taken it up.");
   }
 
   reopen(message, signal) {
@@ -187,6 +187,11 @@ export class Chat {
 
   /** Reads a response; says whether the answer is complete. */
   async follow(response, { message, shown }) {
+    const id = response.headers.get("x-millrace-stream-id"); // told before there is anything to say
+    if (id) {
+      message.stream = { ...message.stream, id };
+      this.save();
+    }
     for await (const event of events(response)) {
       if (event.id) message.stream = { ...message.stream, last: event.id };
       if (event.data === "[DONE]") return true;
@@ -261,7 +266,6 @@ async function firstModel(signal) {
 
 /** Adds a chunk to a message. */
 function take(message, chunk) {
-  message.stream = { ...message.stream, id: chunk.id };
   if (chunk.usage) message.usage = chunk.usage;
   for (const choice of chunk.choices) {
     const text = choice.delta?.content ?? "";
