@@ -86,6 +86,8 @@ PROMISED = [
     "drain-timeout",
     "api-keys",
     "cors-origins",
+    "tool-call-parser",
+    "reasoning-parser",
     "log-format",
     "log-level",
 ]
@@ -96,7 +98,7 @@ def test_promised_flags_are_there(flag: str) -> None:
     assert flag.replace("-", "_") in settings_fields()
 
 
-@pytest.mark.parametrize("argv", [["--nonsense", "3"], ["sell"], ["serve", "--reasoning-parser", "x"], ["--por", "1"]])
+@pytest.mark.parametrize("argv", [["--nonsense", "3"], ["sell"], ["serve", "--no-such-flag", "x"], ["--por", "1"]])
 def test_what_is_not_there_is_refused_by_name(argv: list[str]) -> None:
     done = launcher(*argv)
     assert done.returncode == 2
@@ -107,6 +109,7 @@ def test_what_is_not_there_is_refused_by_name(argv: list[str]) -> None:
     ("argv", "env", "word"),
     [
         (["--dtype", "float31"], {}, "MILLRACE_DTYPE"),
+        (["--reasoning-parser", "x"], {}, "MILLRACE_REASONING_PARSER"),
         (["--apis", "65"], {}, "MILLRACE_APIS"),
         ([], {"MILLRACE_PORT": "99999"}, "MILLRACE_PORT"),
         ([], {"MILLRACE_REDIS_URL": "http://x"}, "MILLRACE_REDIS_URL"),
