@@ -17,7 +17,7 @@ from tests.fakes.link import Heard, arrival
 
 COUNTED = "one two three four five six seven eight nine ten " * 5 + "one two"
 COPIED = " three four five six seven eight nine ten one two three four"
-LONG = " hello" * 500 + " The capital of France is"
+LONG = " hello" * 200 + " The capital of France is"
 HELLO, COPY, COPY_ANSWER, LONG_IDS = load_vocabulary(locate(EMBEDDED_NAME)).encoder.encode_batch(
     ["hello", COUNTED, COPIED, LONG]
 )
@@ -83,17 +83,17 @@ def likeliest(smollm2_reference: Reference) -> float:
     return float(smollm2_reference(LONG_IDS)[-1].max())
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 512, 1024])
+@pytest.mark.parametrize("chunk", [16, 64, 1024])
 def test_chunks_beside_running_rows_change_nothing(chunk: int, roomy: Engine, likeliest: float) -> None:
     both = Scheduled(roomy, SchedulerConfig(cache="naive", max_prefill_tokens=chunk))
     alone = both.run(arrival("copy", COPY, max_tokens=12), arrival("long", LONG_IDS, max_tokens=3, logprobs=1))
-    running = [arrival(f"n{i}", [*HELLO, 1000 + i], max_tokens=64, logit_bias={2: -100.0}) for i in range(4)]
+    running = [arrival(f"n{i}", [*HELLO, 1000 + i], max_tokens=40, logit_bias={2: -100.0}) for i in range(4)]
     both.add(*running)
     while not all(both.ledger.heard[item.request.uid].tokens for item in running):
         both.turn()
     first = len(both.batches)
     slots = both.batches[-1].slots[:4]
-    exact = (LONG_IDS * 2)[-min(chunk, 512) :]
+    exact = (LONG_IDS * 2)[-min(chunk, 64) :]
     beside = both.run(
         arrival("copy beside", COPY, max_tokens=12),
         arrival("long beside", LONG_IDS, max_tokens=3, logprobs=1),
@@ -107,8 +107,8 @@ def test_chunks_beside_running_rows_change_nothing(chunk: int, roomy: Engine, li
         assert len(long.tokens) == 3
         assert long.logprobs[0].logprob == pytest.approx(likeliest, abs=1e-2)
     assert [len(heard.tokens) for heard in beside[2:]] == [2, 2, 2]
-    assert all(len(both.ledger.heard[item.request.uid].tokens) == 64 for item in running)
+    assert all(len(both.ledger.heard[item.request.uid].tokens) == 40 for item in running)
     # No chunk is longer than it may be, and none takes a step from those that run.
-    for batch in both.batches[first : first + 55]:
+    for batch in both.batches[first : first + 32]:
         assert batch.lengths[batch.num_decode :].sum() <= chunk
         assert np.isin(slots, batch.slots[: batch.num_decode]).all()
