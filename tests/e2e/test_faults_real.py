@@ -37,6 +37,8 @@ def bodies(stack: Stack) -> list[Json]:
         stack.complete_body("The history of the water mill", logprobs=2, **{**common, **sampled}),
         stack.complete_body("Dear diary,", presence_penalty=1.0, frequency_penalty=0.5, logprobs=0, **common),
         stack.complete_body("Count with me: one, two,", n=2, **{**common, **sampled, "logprobs": 0}),
+        stack.complete_body("A letter:", regex="[a-z][a-z ,]{200,400}", logprobs=0, **{**common, **sampled}),
+        stack.complete_body("One day", stop=[" the the the", "\n\n\n\n"], priority=-1, logprobs=0, **common),
     ]
 
 
@@ -46,13 +48,14 @@ def said(client: Client) -> tuple[str, list[str], dict[int, str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(pair: Stack) -> list[tuple[str, list[str], dict[int, str]]]:
-    """What is said when nothing happens; asked one after the other, so that the company is another one too."""
+    """What is said when nothing happens; asked two at a time, so that the company is another one too."""
     with Crowd() as crowd:
         found = []
-        for body in bodies(pair):
-            clients = crowd.ask(pair, [body])
+        asked = bodies(pair)
+        for at in range(0, len(asked), 2):
+            clients = crowd.ask(pair, asked[at : at + 2])
             crowd.wait(clients, 110)
-            found.append(said(clients[0]))
+            found += map(said, clients)
     assert all(len(tokens) == NUM_TOKENS for _, tokens, _ in found)
     return found
 
@@ -67,7 +70,7 @@ def check(clients: list[Client], undisturbed: list[tuple[str, list[str], dict[in
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_every_service_is_killed_in_mid_stream(
     pair: Stack, undisturbed: list[tuple[str, list[str], dict[int, str]]]
 ) -> None:
@@ -87,7 +90,7 @@ def test_every_service_is_killed_in_mid_stream(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_an_engine_sleeps_longer_than_its_lease(
     pair: Stack, undisturbed: list[tuple[str, list[str], dict[int, str]]]
 ) -> None:
@@ -110,7 +113,7 @@ def test_an_engine_sleeps_longer_than_its_lease(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_engines_are_drained_one_after_the_other(
     pair: Stack, undisturbed: list[tuple[str, list[str], dict[int, str]]]
 ) -> None:
