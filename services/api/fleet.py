@@ -208,7 +208,12 @@ class Fleet:
         return [beat for beat in self._living[role].values() if beat.model in (model, "")]
 
     def dialect(self, model: str) -> Dialect | None:
-        """Say how a model writes calls and thoughts, as its tokenizers told it last; None while none has."""
+        """Say how a model writes calls and thoughts, as its tokenizers told it last; None while none has.
+
+        A model that nobody serves has the plainest of dialects: its requests are refused for other reasons.
+        """
+        if model not in self._models:
+            return Dialect()
         for beat in self.living("tokenizer", model):
             if beat.dialect is not None:
                 self._dialects[model] = beat.dialect

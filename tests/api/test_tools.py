@@ -318,6 +318,10 @@ def test_token_ids_are_returned(api: RunningApi, engine: EngineSide) -> None:
     assert [i for c in chunks for one in c["choices"] for i in one.get("token_ids", [])] == [1, 2, 3]
 
 
+def test_an_unknown_model_is_not_found_with_tools_too(api: RunningApi) -> None:
+    assert api.post(CHAT, {**ASK, "model": "other"}).json()["error"]["code"] == "model_not_found"
+
+
 def test_the_typed_objects_of_the_openai_client(client: openai.OpenAI, engine: EngineSide) -> None:
     says(engine, f"One moment. {CALL}")
     whole = client.chat.completions.create(**ASK)
