@@ -57,7 +57,7 @@ def _chat(browser: Browser, url: str) -> None:
 
 
 def _pipeline(browser: Browser, stack: Stack) -> None:
-    browser.size(1280, 1120)
+    browser.size(1280, 1200)
     browser.open(f"{stack.url}/#pipeline")
     eventually(
         lambda: len(browser.js("return document.querySelector('.line0').getAttribute('d')")) > 14 * WARM_S,

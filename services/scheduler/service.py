@@ -139,6 +139,7 @@ class SchedulerService:
             fingerprint=limits.fingerprint,
             max_seq_len=limits.max_seq_len,
             max_running=limits.max_running,
+            free_pages=limits.num_pages,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
         )

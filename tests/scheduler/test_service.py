@@ -243,7 +243,7 @@ def test_the_first_heartbeat_says_whose_requests_it_may_take() -> None:
     service.prepare(life)
     beat = service.heartbeat(Heartbeat(0, "s0", model="tiny"))
     assert beat.fingerprint.startswith("fake")
-    assert beat.num_pages == 99 and beat.max_running
+    assert beat.num_pages == beat.free_pages == 99 and beat.max_running
 
 
 def test_heartbeats_tell_of_cache_and_takeovers(front: Front, start: Start) -> None:

@@ -130,7 +130,7 @@ class Stage {
     const length = total(this.stream ? mine.map((hop) => hop.length) : open.map((instance) => instance.running));
     const oldest = Math.max(0, ...mine.map((hop) => hop.oldest_s));
     say(this.depth, short(length));
-    say(this.age, length && this.stream ? `, oldest ${duration(oldest)}` : "");
+    say(this.age, length && oldest >= 0.05 ? `, oldest ${duration(oldest)}` : "");
     this.queue.classList.toggle("empty", length === 0);
   }
 }
