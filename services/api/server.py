@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from types import FrameType
 from typing import Any, Final
 
@@ -25,6 +26,9 @@ from shared.errors import ConfigError, InvalidRequest
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 2048
+_TICK_S: Final = 0.05
+_LAST_WORDS_S: Final = 0.25
+"""How long connections may take to be read that were made when the listening socket was closed."""
 _HARD_STOP_S: Final = 3
 """After the drain deadline every stream has been told; what has not left then is cut."""
 
@@ -104,6 +108,21 @@ class Server(uvicorn.Server):
             os._exit(1)
         self.should_exit = True
         self._service.drain()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End once nothing runs. Until then whoever comes is told to go elsewhere, and whoever has just come is heard.
+
+        The listening socket is closed last: what waits there unread would be reset, without a word to its client.
+        Workers on a shared port close theirs at once, so that their siblings get what is new.
+        """
+        until = self._service.drain_deadline + _HARD_STOP_S
+        running = self._service.replies.exchanges
+        while running and not self._parent and time.monotonic() < until:  # noqa: ASYNC110  # its end rings nowhere
+            await asyncio.sleep(_TICK_S)
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        await asyncio.sleep(_LAST_WORDS_S)
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """End with the parent: a worker alone would keep the port and nobody would restart it."""

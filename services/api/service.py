@@ -47,6 +47,7 @@ class ApiService:
 
     Attributes:
         incarnation: names the inbox; new at every start.
+        drain_deadline: monotonic seconds at which running requests are ended; infinite while not draining.
         readiness: what `/readyz` answers from.
     """
 
@@ -76,7 +77,7 @@ class ApiService:
         self._draining = common.gauge(DRAINING)
         self._tasks: list[asyncio.Task[None]] = []
         self._sweep_all = False
-        self._drain_deadline = float("inf")
+        self.drain_deadline = float("inf")
 
     async def start(self) -> None:
         """Start the background tasks. Probes answer from here on; the broker may still be away."""
@@ -115,7 +116,7 @@ class ApiService:
             log.info("draining: %d requests are running", len(self.replies.exchanges))
             self.admission.draining = self.fleet.draining = True
             self._draining.set(1)
-            self._drain_deadline = time.monotonic() + self.settings.drain_timeout
+            self.drain_deadline = time.monotonic() + self.settings.drain_timeout
 
     def fingerprint(self, model: str) -> str:
         """Name what answers: version, model and the weights of the engines that serve it now."""
@@ -270,7 +271,7 @@ class ApiService:
 
     def _look_after_clients(self) -> None:
         now = time.monotonic()
-        over = now >= self._drain_deadline
+        over = now >= self.drain_deadline
         for exchange in list(self.replies.exchanges):
             if over:
                 exchange.fail(SHUTTING_DOWN)

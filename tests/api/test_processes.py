@@ -1,6 +1,7 @@
 """The api as processes: its end under load, its workers, its settings."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -110,6 +111,29 @@ def test_an_end_under_load_finishes_streams(start_process: Any, engine: EngineSi
     assert process.wait() == 0
     assert not [k for k in find_keys(engine.broker) if b":reply:" in k]
     assert not engine.replicas()
+
+
+def test_who_comes_during_an_end_is_told_to_go_elsewhere(start_process: Any, engine: EngineSide) -> None:
+    """Also on a connection that was there before; nobody is cut off without a word."""
+    process: Process = start_process(drain_timeout=20)
+    process.wait_ready()
+    engine.script = lambda request: Answer([" a"] * 40, "stop")
+    engine.tick_s = 0.05
+    body = json.dumps(HI).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with (
+        httpx.stream("POST", process.url + CHAT, json={**HI, "stream": True}, timeout=20) as answer,
+        socket.create_connection((HOST, process.port), timeout=20) as before,
+    ):
+        parts = answer.iter_raw()
+        next(parts)
+        process.popen.send_signal(signal.SIGTERM)
+        eventually(lambda: httpx.get(f"{process.url}/readyz").json()["missing"] == ["draining"], "it drains")
+        assert httpx.post(process.url + CHAT, json=HI).json()["error"]["code"] == "shutting_down"
+        before.sendall(head.encode() + body)
+        assert b"503" in before.recv(65536)
+        assert b"".join(parts).endswith(b"data: [DONE]\n\n")
+    assert process.wait() == 0
 
 
 def test_the_drain_deadline_ends_streams_with_an_error(start_process: Any, engine: EngineSide) -> None:
