@@ -99,7 +99,7 @@ class Pipeline:
         for (role, incarnation), instance in self._instances.items():
             if incarnation not in looked.get(role, ()):
                 self._miss(incarnation, instance)
-        self._forget()
+        self._forget(looked)
         self._begun = True
         self._sample()
 
@@ -110,6 +110,7 @@ class Pipeline:
         state = _state(standing)
         if known is None:
             known = self._instances[role, incarnation] = _Instance(role, beat, state)
+            known.gone_at = self._clock() if state == "dead" else None
             if self._begun and state == "serving":
                 self._tell("joined", incarnation, known)
         if beat.num_taken > known.beat.num_taken:
@@ -138,12 +139,14 @@ class Pipeline:
             elif before == "dead":
                 self._tell("woke", incarnation, instance)
 
-    def _forget(self) -> None:
-        """Keep those that are gone for a while, and no more than MAX_GONE."""
+    def _forget(self, looked: Mapping[Role, Mapping[str, Standing]]) -> None:
+        """Keep those that are gone for a while, the dead until they are removed, and no more than MAX_GONE."""
         now = self._clock()
         gone = sorted((i.gone_at, key) for key, i in self._instances.items() if i.gone_at is not None)
         for number, (at, key) in enumerate(reversed(gone)):
-            if number >= MAX_GONE or now - at > GONE_SHOWN_S:
+            role, incarnation = key
+            is_over = now - at > GONE_SHOWN_S and incarnation not in looked.get(role, ())
+            if is_over or number >= MAX_GONE:
                 del self._instances[key]
 
     def _tell(self, kind: str, incarnation: str, instance: _Instance, count: int = 0) -> None:

@@ -76,6 +76,15 @@ def test_a_death_is_seen_told_and_shown_for_a_while(watcher: Watcher) -> None:
     assert watcher.state("s0/a") == ""
 
 
+def test_the_dead_whom_nobody_removes_stay_dead(watcher: Watcher) -> None:
+    """So it is when no engine is left that could take their requests over."""
+    watcher.put("scheduler", "s0/a", still_s=9.0, over=True, num_running=3)
+    watcher.look(int(3 * GONE_SHOWN_S))
+    assert watcher.state("s0/a") == "dead"
+    assert watcher.last("running") == 0
+    assert watcher.told() == []
+
+
 def test_who_signs_off_is_not_taken_for_dead(watcher: Watcher) -> None:
     for name in ("s0/a", "s1/a", "s2/a"):
         watcher.put("scheduler", name)
