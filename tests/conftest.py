@@ -4,6 +4,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import hypothesis  # noqa: F401  # its plugins look at the collector, which services in a thread of ours freeze
 import pytest
 
 from services.launcher.redis_server import Program, RedisServer, find_programs

@@ -225,7 +225,7 @@ def test_the_broker_may_go_away_and_come_back(
         instance.stop()
 
 
-def test_a_stream_that_is_none_is_put_aside_and_got_over(stage: Stage, start_thread: Callable[..., ThreadInstance]) -> None:
+def test_a_stream_that_is_none_is_put_aside(stage: Stage, start_thread: Callable[..., ThreadInstance]) -> None:
     instance = start_thread()
     instance.wait_ready()
     broken = stage.keys.tokens(MODEL, 2)
