@@ -267,11 +267,17 @@ def test_the_figures_of_the_pipeline_are_drawn(page: Browser) -> None:
 
 def test_a_key_is_asked_for_kept_in_the_tab_and_sent(window: Browser, locked: RunningApi, stack: Stack) -> None:
     window.open(locked.url)
+    window.one("#key-cancel").click()
+    eventually(lambda: window.text("#health") == "key needed", "it says what is missing, and asks no more")
+    assert not window.js("return document.getElementById('key-dialog').open")
+    ask(window, "Let me in")
+    eventually(lambda: "key" in window.text(".error"), "the answer says so too")
     for key, is_right in (("wrong", False), (KEY, True)):
         window.one("#key").send_keys(key, Keys.ENTER)
         eventually(lambda good=is_right: (window.text("#health") == "ready") == good, "the key is judged")
         if not is_right:
             window.one("#key").clear()
+    window.one("#new-chat").click()
     ask(window, "Let me in", max_tokens=5, temperature=0)
     assert wait_end(window) == said(stack, 5, "Let me in")
     window.driver.refresh()

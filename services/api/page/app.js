@@ -11,6 +11,7 @@ const chat = new Chat();
 const pipeline = new Pipeline();
 let view = "";
 let timer = 0;
+let declined = false; // those who closed the question for a key are asked again only by what they do
 
 function choose() {
   view = location.hash === "#pipeline" ? "pipeline" : "chat";
@@ -28,7 +29,7 @@ async function look() {
   clearTimeout(timer);
   if (document.hidden || byId("key-dialog").open) return;
   try {
-    const response = await call(`/v1/pipeline?since=${pipeline.since}`);
+    const response = await call(`/v1/pipeline?since=${pipeline.since}`, { quiet: declined });
     const picture = await response.json();
     pipeline.take(picture);
     chat.offer(picture.models);
@@ -59,11 +60,16 @@ function askForKey() {
 
 listeners.keyNeeded = askForKey;
 byId("key-button").addEventListener("click", askForKey);
-byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
+byId("key-cancel").addEventListener("click", () => {
+  declined = true;
+  byId("key-dialog").close();
+});
+byId("key-dialog").addEventListener("cancel", () => (declined = true)); // by the Escape key
 byId("key-dialog").addEventListener("close", look);
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(byId("key").value.trim());
+  declined = false; // a wrong one is asked for again
   byId("key-dialog").close();
 });
 addEventListener("hashchange", choose);

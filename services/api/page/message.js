@@ -89,7 +89,7 @@ export class Message {
 
   offerAgain(is) {
     this.again.hidden = !is;
-    this.copy.hidden = !this.message.ended;
+    this.copy.hidden = !this.message.ended || !navigator.clipboard; // there is none on plain HTTP from elsewhere
   }
 
   async copyText() {
