@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.api.exchange import Exchange
@@ -66,6 +66,7 @@ def write(made: Job, logs: Sequence[Log], seed: int, last: str | None = None) ->
     return list(events_of(iter(out.decode().split("\n")[:-1])))
 
 
+SLOWLY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CHOICE = st.lists(st.tuples(st.integers(0, 50_000), st.sampled_from(PIECES)), max_size=12)
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 MORE = st.fixed_dictionaries(
@@ -74,7 +75,7 @@ MORE = st.fixed_dictionaries(
 OUTLINE = Outline("hermes", ["f"], True, Thoughts("<think>", "</think>", begun=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(SLOWLY, max_examples=200)
 @given(
     data=st.data(),
     kind=st.sampled_from(["chat", "completion", "tools"]),
@@ -111,7 +112,7 @@ def content(events: Sequence[Event], index: int) -> tuple[str, list[int], list[s
     return text, ids, scored, finishes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(SLOWLY, max_examples=200)
 @given(data=st.data(), kind=st.sampled_from(["chat", "completion"]), more=MORE, seeds=st.tuples(*[st.integers()] * 2))
 def test_the_borders_of_entries_do_not_matter(
     data: st.DataObject, kind: str, more: dict[str, Any], seeds: tuple[int, int]
@@ -152,6 +153,7 @@ def test_a_position_beyond_the_end_is_seen() -> None:
     assert form.astray
 
 
+@settings(SLOWLY)
 @given(st.text(max_size=40), st.integers(1, 3))
 def test_any_text_is_an_id_or_is_refused(text: str, num_choices: int) -> None:
     try:
