@@ -11,7 +11,6 @@ import msgspec
 
 ToolFormat = Literal["", "hermes", "llama3", "mistral"]
 """Empty: calls are not looked for."""
-TOOL_FORMATS: Final[tuple[ToolFormat, ...]] = ("hermes", "llama3", "mistral")
 Opening = Literal["free", "begun", "never"]
 """Whether an answer may begin with thoughts, begins within them, or has none since the prompt has closed them."""
 

@@ -11,7 +11,7 @@ MillraceError
     UnsupportedMedia, MethodNotAllowed, RateLimited, DeadlineExceeded, Unavailable, ServerFault
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class MillraceError(Exception):
@@ -67,6 +67,11 @@ class InvalidRequest(RequestError):
 
     status = 400
     type = "invalid_request_error"
+
+    @classmethod
+    def of_field(cls, param: str, reason: str, code: str = "invalid_value") -> Self:
+        """Refuse one field: its name is in front of the reason."""
+        return cls(f"{param}: {reason}", param=param, code=code)
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -80,11 +80,6 @@ def stop_tracing() -> None:
         last.join(_STOP_S)
 
 
-def is_tracing() -> bool:
-    """Whether spans are sent at all."""
-    return _recorder is not None
-
-
 def start(name: str, traceparent: str, **attributes: Attribute) -> Span | None:
     """Begin the stage that the outside sees, as a part of its trace, or of a new one; None while nothing is sent."""
     if _recorder is None:

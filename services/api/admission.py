@@ -72,16 +72,15 @@ class Admission:
             RateLimited: too much waits already.
             Unavailable: draining, or a service that the request needs is away.
         """
-        if self.draining:
-            raise Unavailable("the server is shutting down", code="shutting_down", retry_after_s=5)
+        self._check_open()
         if job.model not in self._fleet.models:
             raise ModelNotFound(f"the model `{job.model[:256]}` does not exist", param="model")
         if job.num_choices > self._settings.max_choices:
             limit = self._settings.max_choices
-            raise InvalidRequest(f"n: prompts times n must not be more than {limit}", param="n", code="invalid_value")
+            raise InvalidRequest.of_field("n", f"prompts times n must not be more than {limit}")
         if job.timeout_s is not None and job.timeout_s > self._settings.max_timeout:
             limit_s = self._settings.max_timeout
-            raise InvalidRequest(f"timeout: at most {limit_s:g} seconds", param="timeout", code="invalid_value")
+            raise InvalidRequest.of_field("timeout", f"at most {limit_s:g} seconds")
         self._check_services(job)
         if job.purpose == "generate":
             self._check_context(job)
@@ -93,8 +92,7 @@ class Admission:
         Raises:
             RateLimited: too many. Unavailable: draining.
         """
-        if self.draining:
-            raise Unavailable("the server is shutting down", code="shutting_down", retry_after_s=5)
+        self._check_open()
         if num_readers >= MAX_READERS:
             raise RateLimited("too many streams are being resumed at this server", retry_after_s=1)
 
@@ -122,6 +120,10 @@ class Admission:
     def full(self, message: str, places: int) -> RateLimited:
         """Make the refusal of a full queue, with the measured wait."""
         return RateLimited(message, retry_after_s=self._rate.wait_s(places))
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise Unavailable("the server is shutting down", code="shutting_down", retry_after_s=5)
 
     def _check_services(self, job: Job) -> None:
         """A service that was here a moment ago is waited for; one that is away for longer, or never was, is not."""

@@ -88,5 +88,5 @@ def wants_resume(request: Request) -> bool:
     """
     value = request.headers.get(RESUME, "0").strip()
     if value not in ("0", "1"):
-        raise InvalidRequest(f"{RESUME}: must be 0 or 1", param=RESUME, code="invalid_value")
+        raise InvalidRequest.of_field(RESUME, "must be 0 or 1")
     return value == "1"

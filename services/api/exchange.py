@@ -124,7 +124,6 @@ class Exchange:
         span: of the whole request, while traces are sent.
         follows: nobody rings for it: it reads a stream that was opened elsewhere, or by a client that left.
         announced: its client knows the stream's id, and so can come back to it.
-        levels: what is left of the API key's limits, where it has any.
     """
 
     __slots__ = (

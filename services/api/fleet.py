@@ -166,7 +166,8 @@ class Fleet:
         now = time.monotonic()
         for role in WORKERS:
             for name, beat in self._living[role].items():
-                self._models.setdefault(beat.model, int(time.time())) if beat.model else None
+                if beat.model:
+                    self._models.setdefault(beat.model, int(time.time()))
                 if self._beats.get((role, name)) != beat.beat:
                     self._beats[role, name] = beat.beat
                     self._changed[role, beat.model] = now

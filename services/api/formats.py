@@ -66,17 +66,15 @@ class OpenAiFormat:
 
     object_stream = ""
     object_whole = ""
-    id_prefix = ""
 
     def __init__(self, exchange: Exchange, fingerprint: str) -> None:
         job = exchange.job
         self._exchange = exchange
         self._job = job
-        self._id = f"{self.id_prefix}-{job.uids[0]}"
         self._created = job.created or int(time.time())
         self._fingerprint = fingerprint
         self._head = b'data: {"id":%s,"object":%s,"created":%d,"model":%s,"system_fingerprint":%s,"choices":[' % (
-            _json(self._id), _json(self.object_stream), self._created, _json(job.model), _json(fingerprint),
+            _json(job.response_id), _json(self.object_stream), self._created, _json(job.model), _json(fingerprint),
         )  # fmt: skip
         self._heads = [self._head + b'{"index":%d,' % i for i in range(job.num_choices)]
         self._tail = b'}],"usage":null}\n\n' if job.include_usage else b"}]}\n\n"
@@ -123,7 +121,7 @@ class OpenAiFormat:
     def _body(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
         return _json(
             {
-                "id": self._id,
+                "id": self._job.response_id,
                 "object": self.object_whole,
                 "created": self._created,
                 "model": self._job.model,
@@ -140,7 +138,6 @@ class ChatFormat(OpenAiFormat):
 
     object_stream = "chat.completion.chunk"
     object_whole = "chat.completion"
-    id_prefix = "chatcmpl"
 
     def __init__(self, exchange: Exchange, fingerprint: str) -> None:
         super().__init__(exchange, fingerprint)
@@ -219,7 +216,6 @@ class CompletionFormat(OpenAiFormat):
     """/v1/completions."""
 
     object_stream = object_whole = "text_completion"
-    id_prefix = "cmpl"
 
     def __init__(self, exchange: Exchange, fingerprint: str) -> None:
         super().__init__(exchange, fingerprint)

@@ -11,12 +11,11 @@ from typing import Any, Final
 import msgspec
 
 from services.api.job import Job
+from services.api.prompts import read_message, read_prompts
 from services.api.schema import (
-    MAX_PROMPTS,
     MAX_STOP,
     MAX_STOP_BYTES,
     MAX_TOKENS,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -35,12 +34,8 @@ COMPLETION_MAX_TOKENS: Final = 16
 GENERATE_MAX_TOKENS: Final = 128
 
 
-def _bad(param: str, reason: str, code: str = "invalid_value") -> InvalidRequest:
-    return InvalidRequest(f"{param}: {reason}", param=param, code=code)
-
-
 def _unsupported(param: str, reason: str = "not supported by this server") -> InvalidRequest:
-    return InvalidRequest(f"{param}: {reason}", param=param, code="unsupported_parameter")
+    return InvalidRequest.of_field(param, reason, "unsupported_parameter")
 
 
 def chat_job(body: ChatRequest, max_depth: int, dialect: Dialect | None = None) -> Job:
@@ -57,20 +52,20 @@ def chat_job(body: ChatRequest, max_depth: int, dialect: Dialect | None = None) 
     """
     _refuse_what_is_not_there(body)
     if not body.messages:
-        raise _bad("messages", "must hold at least one message")
-    messages = [_message(m, i, max_depth) for i, m in enumerate(body.messages)]
+        raise InvalidRequest.of_field("messages", "must hold at least one message")
+    messages = [read_message(m, i, max_depth) for i, m in enumerate(body.messages)]
     continues = bool(body.continue_final_message)
     generation_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generation_prompt:
-        raise _bad("continue_final_message", "cannot be set together with add_generation_prompt")
+        raise InvalidRequest.of_field("continue_final_message", "cannot be set together with add_generation_prompt")
     if continues and body.messages[-1].role != "assistant":
-        raise _bad("continue_final_message", "the last message must be the assistant's")
+        raise InvalidRequest.of_field("continue_final_message", "the last message must be the assistant's")
     kwargs = _template_kwargs(body, max_depth)
     if body.top_logprobs is not None and not body.logprobs:
-        raise _bad("top_logprobs", "needs logprobs to be true")
+        raise InvalidRequest.of_field("top_logprobs", "needs logprobs to be true")
     max_tokens = _limit(body, None)
     if max_tokens == 0:
-        raise _bad("max_tokens", "must be at least 1")
+        raise InvalidRequest.of_field("max_tokens", "must be at least 1")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     thoughts = _thoughts(dialect, kwargs, messages[-1]["content"] if continues else None)
     offer = read_tools(body, dialect, thoughts, max_depth)
@@ -129,7 +124,7 @@ def completion_job(body: CompletionRequest, max_depth: int) -> Job:
         raise _unsupported("suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported("best_of", "only best_of equal to n is supported")
-    prompts = _prompts(body.prompt)
+    prompts = read_prompts(body.prompt)
     max_tokens = _limit(body, COMPLETION_MAX_TOKENS)
     job = _job("completion", body.model, prompts, body, max_tokens, body.logprobs, max_depth)
     if body.echo:
@@ -149,14 +144,14 @@ def generate_job(body: GenerateRequest, default_model: str, max_depth: int) -> J
         InvalidRequest: naming the field.
     """
     if (body.n or 1) != 1:
-        raise _bad("n", "must be 1 here")
+        raise InvalidRequest.of_field("n", "must be 1 here")
     if body.stream_options is not None:
         raise _unsupported("stream_options", "not part of this interface")
     if body.return_token_ids:
         raise _unsupported("return_token_ids", "not part of this interface")
-    prompts = _prompts(body.prompt)
+    prompts = read_prompts(body.prompt)
     if len(prompts) != 1:
-        raise _bad("prompt", "must be one prompt here")
+        raise InvalidRequest.of_field("prompt", "must be one prompt here")
     if body.stream is None:
         body.stream = True
     max_tokens = _limit(body, GENERATE_MAX_TOKENS)
@@ -173,9 +168,9 @@ def _job(
     max_depth: int,
 ) -> Job:
     if not model:
-        raise _bad("model", "must not be empty")
+        raise InvalidRequest.of_field("model", "must not be empty")
     if body.stream_options is not None and not body.stream:
-        raise _bad("stream_options", "is only allowed when stream is true")
+        raise InvalidRequest.of_field("stream_options", "is only allowed when stream is true")
     options = body.stream_options
     params = msgspec.structs.replace(
         _params(body, max_tokens, logprobs),
@@ -206,10 +201,10 @@ def _job(
 def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     stop_token_ids = body.stop_token_ids or []
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise _bad("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
+        raise InvalidRequest.of_field("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise _bad("min_tokens", "must not be larger than max_tokens")
+        raise InvalidRequest.of_field("min_tokens", "must not be larger than max_tokens")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(body.temperature, 1.0),
@@ -233,7 +228,7 @@ def _limit(body: Sampling, default: int | None) -> int | None:
     if body.max_completion_tokens is None:
         return default if body.max_tokens is None else body.max_tokens
     if body.max_tokens is not None:
-        raise _bad("max_completion_tokens", "cannot be set together with max_tokens")
+        raise InvalidRequest.of_field("max_completion_tokens", "cannot be set together with max_tokens")
     return body.max_completion_tokens
 
 
@@ -245,14 +240,14 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float]:
     if not given:
         return {}
     if len(given) > MAX_LOGIT_BIAS:
-        raise _bad("logit_bias", f"at most {MAX_LOGIT_BIAS} entries are allowed")
+        raise InvalidRequest.of_field("logit_bias", f"at most {MAX_LOGIT_BIAS} entries are allowed")
     low, high = BOUNDS["logit_bias"]
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10) or int(key) > MAX_TOKENS:
-            raise _bad("logit_bias", "every key must be a token id")
+            raise InvalidRequest.of_field("logit_bias", "every key must be a token id")
         if not low <= value <= high:
-            raise _bad("logit_bias", f"every value must lie between {low:g} and {high:g}")
+            raise InvalidRequest.of_field("logit_bias", f"every value must lie between {low:g} and {high:g}")
         bias[int(key)] = value
     return bias
 
@@ -263,79 +258,7 @@ def _stop(given: str | list[str] | None) -> list[str]:
         return []
     listed = [given] if isinstance(given, str) else given
     if len(listed) > MAX_STOP:
-        raise _bad("stop", f"at most {MAX_STOP} stop strings are allowed")
+        raise InvalidRequest.of_field("stop", f"at most {MAX_STOP} stop strings are allowed")
     if any(len(s.encode()) > MAX_STOP_BYTES for s in listed):
-        raise _bad("stop", f"a stop string is longer than {MAX_STOP_BYTES} bytes")
+        raise InvalidRequest.of_field("stop", f"a stop string is longer than {MAX_STOP_BYTES} bytes")
     return [s for s in listed if s]
-
-
-def _prompts(given: Any) -> list[Prompt]:
-    """Tell the four forms of `prompt` apart."""
-    if isinstance(given, str):
-        return [Prompt(text=given)]
-    if given is None:
-        raise InvalidRequest("missing field: prompt", param="prompt", code="missing_field")
-    if not isinstance(given, list):
-        raise _bad("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
-    if not given:
-        raise _bad("prompt", "must not be empty")
-    if isinstance(given[0], str | list) and len(given) > MAX_PROMPTS:
-        raise _bad("prompt", f"at most {MAX_PROMPTS} prompts are allowed")
-    if all(isinstance(p, str) for p in given):
-        return [Prompt(text=p) for p in given]
-    if isinstance(given[0], list):
-        return [Prompt(token_ids=_token_ids(p)) for p in given]
-    return [Prompt(token_ids=_token_ids(given))]
-
-
-def _token_ids(given: Any) -> list[int]:
-    if not isinstance(given, list) or not given:
-        raise _bad("prompt", "every list of token ids must hold at least one, and lists and text cannot be mixed")
-    for token in given:
-        if type(token) is not int or not 0 <= token <= MAX_TOKENS:
-            raise _bad("prompt", "every token id must be an integer within the vocabulary")
-    return given
-
-
-def _message(message: ChatMessage, index: int, max_depth: int) -> dict[str, Any]:
-    """Give a message as chat templates expect it: content is text, absent fields are absent."""
-    where = f"messages[{index}]"
-    if message.content is None and message.role != "assistant":
-        raise _bad(f"{where}.content", "must be text")
-    entry: dict[str, Any] = {"role": message.role, "content": _content(message.content, where)}
-    if message.name is not None:
-        entry["name"] = message.name
-    if message.tool_call_id is not None:
-        entry["tool_call_id"] = message.tool_call_id
-    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    if thoughts is not None:
-        entry["reasoning_content"] = thoughts
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise _bad(f"{where}.tool_calls", "only the assistant calls tools")
-        entry["tool_calls"] = [
-            {"id": c.id or "", "type": c.type, "function": {"name": c.function.name, "arguments": c.function.arguments}}
-            for c in message.tool_calls
-        ]
-    check_tree(message.annotations, f"{where}.annotations", max_depth)
-    return entry
-
-
-def _content(content: str | list[dict[str, Any]] | None, where: str) -> str:
-    """Join the parts of a content with line breaks; text is the only kind of part this server reads."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not content:
-        raise _bad(f"{where}.content", "must not be an empty list")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type")
-        field = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "refusal"):
-            raise _unsupported(f"{where}.content[{i}].type", "only text parts are supported by this server")
-        if not isinstance(part.get(field), str):
-            raise _bad(f"{where}.content[{i}].{field}", "must be a string")
-        texts.append(part[field])
-    return "\n".join(texts)

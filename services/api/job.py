@@ -98,6 +98,11 @@ class Job:
         return self.kind if self.kind in ("tokenize", "detokenize") else "generate"
 
     @property
+    def response_id(self) -> str:
+        """Id of the answer, as its client sees it; there once the choices have names."""
+        return f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.uids[0]}"
+
+    @property
     def num_choices(self) -> int:
         """Choices of all prompts."""
         return len(self.prompts) * self.n

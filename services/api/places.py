@@ -89,4 +89,4 @@ def parse_position(text: str, num_choices: int) -> Position:
 
 def no_such_place() -> InvalidRequest:
     """Make the error of an id that names no place in its stream."""
-    return InvalidRequest(f"{HEADER}: names no event of this stream", param=HEADER, code="invalid_value")
+    return InvalidRequest.of_field(HEADER, "names no event of this stream")

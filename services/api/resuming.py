@@ -56,7 +56,7 @@ class ResumableResponse(GenerationResponse):
             await self._refuse(error, scope, receive, send)
             return
         exchange.announced = True
-        name = response_id(exchange.job).encode()
+        name = exchange.job.response_id.encode()
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, (STREAM_ID, name)]})
         while True:
             error = exchange.first_error()
@@ -125,11 +125,6 @@ def _announce(exchange: Exchange) -> None:
         exchange.nudge()
 
 
-def response_id(job: Job) -> str:
-    """Give the id that clients see in every event of a job's answer."""
-    return f"{'chatcmpl' if job.kind == 'chat' else 'cmpl'}-{job.uids[0]}"
-
-
 def check_resumable(job: Job) -> None:
     """Refuse to make an answer resumable that cannot be.
 
@@ -144,7 +139,7 @@ def check_resumable(job: Job) -> None:
     elif job.num_choices > MAX_CHOICES:
         reason = f"at most {MAX_CHOICES} choices"
     if reason:
-        raise InvalidRequest(f"{RESUME}: {reason}", param=RESUME, code="unsupported_parameter")
+        raise InvalidRequest.of_field(RESUME, reason, "unsupported_parameter")
 
 
 def _astray(exchange: Exchange, form: Numbered) -> ErrorBody | None:

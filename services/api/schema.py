@@ -283,7 +283,7 @@ def refusal(message: str) -> InvalidRequest:
         return InvalidRequest(f"{verb} field: {param}", param=param, code=f"{verb}_field")
     if not path:
         return InvalidRequest(f"the body: {what}", code="invalid_body")
-    return InvalidRequest(f"{path}: {what}", param=path, code="invalid_value")
+    return InvalidRequest.of_field(path, what)
 
 
 def check_tree(value: Any, param: str, max_depth: int) -> None:
@@ -296,13 +296,13 @@ def check_tree(value: Any, param: str, max_depth: int) -> None:
     while stack:
         item, depth = stack.pop()
         if depth > max_depth:
-            raise InvalidRequest(f"{param}: nested deeper than {max_depth}", param=param, code="too_deep")
+            raise InvalidRequest.of_field(param, f"nested deeper than {max_depth}", "too_deep")
         if isinstance(item, dict):
             stack.extend((child, depth + 1) for child in item.values())
         elif isinstance(item, list):
             stack.extend((child, depth + 1) for child in item)
         elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-            raise InvalidRequest(f"{param}: an integer is beyond 64 bits", param=param, code="invalid_value")
+            raise InvalidRequest.of_field(param, "an integer is beyond 64 bits")
 
 
 def too_large(limit: int) -> PayloadTooLarge:

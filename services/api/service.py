@@ -281,8 +281,7 @@ class ApiService:
                     exchange.drop()
             elif now - exchange.silent_since > self.settings.sse_comment_interval:
                 exchange.silent_since = now
-                exchange.comment_due = True
-                exchange.wake()
+                exchange.nudge()
             if exchange.num_open:
                 self._check_broker(exchange, now)
             if self.fleet.connected and exchange.num_open:

@@ -25,7 +25,7 @@ def grammar_of(body: Sampling, max_depth: int) -> Grammar | None:
     """
     found = [*_of_format(body, max_depth), *_of_structured(body, max_depth), *_of_plain(body)]
     if len(found) > 1:
-        raise _bad(found[1].field, f"cannot be set together with {found[0].field}")
+        raise InvalidRequest.of_field(found[1].field, f"cannot be set together with {found[0].field}")
     return found[0] if found else None
 
 
@@ -42,7 +42,7 @@ def guide(grammar: Grammar | None, offer: Offer, thoughts: Thoughts | None) -> G
     """
     if offer.forced is not None:
         if grammar is not None and not grammar.field.startswith("response_format"):
-            raise _bad(grammar.field, "cannot be set together with a tool_choice that forces a call")
+            raise InvalidRequest.of_field(grammar.field, "cannot be set together with a tool_choice that forces a call")
         return offer.forced
     if grammar is None:
         return offer.free
@@ -51,21 +51,17 @@ def guide(grammar: Grammar | None, offer: Offer, thoughts: Thoughts | None) -> G
     return msgspec.structs.replace(grammar, thoughts=thoughts, calls=offer.possible)
 
 
-def _bad(param: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: {reason}", param=param, code="invalid_value")
-
-
 def _make(kind: GrammarKind, text: str, field: str, *, lenient: bool = False) -> Grammar:
     if len(text.encode()) > MAX_GRAMMAR_BYTES:
-        raise _bad(field, f"must not be larger than {MAX_GRAMMAR_BYTES} bytes")
+        raise InvalidRequest.of_field(field, f"must not be larger than {MAX_GRAMMAR_BYTES} bytes")
     if not text:
-        raise _bad(field, "must not be empty")
+        raise InvalidRequest.of_field(field, "must not be empty")
     return Grammar(kind, text, lenient, field)
 
 
 def _schema(schema: Any, field: str, max_depth: int, *, lenient: bool) -> Grammar:
     if not isinstance(schema, dict):
-        raise _bad(field, "must be a JSON schema: an object")
+        raise InvalidRequest.of_field(field, "must be a JSON schema: an object")
     check_tree(schema, field, max_depth)
     return _make("json_schema", msgspec.json.encode(schema).decode(), field, lenient=lenient)
 
@@ -75,7 +71,7 @@ def _parsed(text: str, field: str, max_depth: int) -> Grammar:
     try:
         schema = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as e:
-        raise _bad(field, "must be a JSON schema, as JSON") from e
+        raise InvalidRequest.of_field(field, "must be a JSON schema, as JSON") from e
     return _schema(schema, field, max_depth, lenient=True)
 
 
@@ -86,7 +82,7 @@ def _of_format(body: Sampling, max_depth: int) -> list[Grammar]:
     if given.type == "json_object":
         return [Grammar("json_schema", _ANY_OBJECT)]
     if given.json_schema is None:
-        raise _bad("response_format.json_schema", "is needed for this type")
+        raise InvalidRequest.of_field("response_format.json_schema", "is needed for this type")
     form = given.json_schema
     return [_schema(form.schema, "response_format.json_schema.schema", max_depth, lenient=not form.strict)]
 
@@ -110,7 +106,8 @@ def _of_structured(body: Sampling, max_depth: int) -> list[Grammar]:
     if given.grammar is not None:
         found.append(_make("ebnf", given.grammar, f"{name}.grammar"))
     if not found:
-        raise _bad(name, "must say what the answer is to be: json, json_object, regex, choice or grammar")
+        what = "must say what the answer is to be: json, json_object, regex, choice or grammar"
+        raise InvalidRequest.of_field(name, what)
     return found
 
 

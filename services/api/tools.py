@@ -51,7 +51,7 @@ def read_tools(body: ChatRequest, dialect: Dialect | None, thoughts: Thoughts | 
     """
     tools = body.tools or []
     if len(tools) > MAX_FUNCTIONS:
-        raise _bad("tools", f"at most {MAX_FUNCTIONS} are allowed")
+        raise InvalidRequest.of_field("tools", f"at most {MAX_FUNCTIONS} are allowed")
     for i, tool in enumerate(tools):
         _check(tool, i, max_depth)
     mode, allowed = _mode(body, {tool.function.name for tool in tools})
@@ -88,10 +88,6 @@ def make_outline(body: ChatRequest, dialect: Dialect | None, offer: Offer, thoug
     return Outline(tools, list(offer.functions) if tools else [], body.parallel_tool_calls is not False, thoughts)
 
 
-def _bad(param: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: {reason}", param=param, code="invalid_value")
-
-
 def _check(tool: Tool, i: int, max_depth: int) -> None:
     where = f"tools[{i}].function.parameters"
     parameters = tool.function.parameters
@@ -100,7 +96,7 @@ def _check(tool: Tool, i: int, max_depth: int) -> None:
     check_tree(parameters, where, max_depth)
     kind = parameters.get("type", "object")
     if kind != "object":
-        raise _bad(f"{where}.type", "must be 'object': arguments are passed by name")
+        raise InvalidRequest.of_field(f"{where}.type", "must be 'object': arguments are passed by name")
 
 
 def _mode(body: ChatRequest, names: set[str]) -> tuple[str, set[str]]:
@@ -110,9 +106,9 @@ def _mode(body: ChatRequest, names: set[str]) -> tuple[str, set[str]]:
         return "auto", names
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
-            raise _bad("tool_choice", "must be none, auto, required or a named function")
+            raise InvalidRequest.of_field("tool_choice", "must be none, auto, required or a named function")
         if choice == "required" and not names:
-            raise _bad("tool_choice", "required needs tools")
+            raise InvalidRequest.of_field("tool_choice", "required needs tools")
         return choice, names
     if isinstance(choice, NamedTool):
         wanted, param, mode = [choice.function.name], "tool_choice.function.name", "required"
@@ -121,7 +117,7 @@ def _mode(body: ChatRequest, names: set[str]) -> tuple[str, set[str]]:
         mode = choice.allowed_tools.mode
     for name in wanted:
         if name not in names:
-            raise _bad(param, f"no function {name[:64]!r} is in tools")
+            raise InvalidRequest.of_field(param, f"no function {name[:64]!r} is in tools")
     return mode, set(wanted)
 
 
@@ -163,7 +159,8 @@ def write_shapes(calls: CallShapes) -> str:
     """
     text = msgspec.json.encode(calls)
     if len(text) > MAX_GRAMMAR_BYTES:
-        raise _bad("tools", f"where a grammar holds calls, all together must not exceed {MAX_GRAMMAR_BYTES} bytes")
+        reason = f"where a grammar holds calls, all together must not exceed {MAX_GRAMMAR_BYTES} bytes"
+        raise InvalidRequest.of_field("tools", reason)
     return text.decode()
 
 

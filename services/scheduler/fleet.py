@@ -77,8 +77,9 @@ class Fleet:
         self._giving: list[tuple[bytes, str]] = []
         self._round = itertools.count()
         self.num_left: int | None = None
-        self.num_taken = 0
         """Entries in the own stream at the last look of the handover; None before it."""
+        self.num_taken = 0
+        """Requests taken over from dead engines so far."""
 
     def forget_looks(self) -> None:
         """Start all waiting anew: the broker was out of sight for an unknown time."""

@@ -10,7 +10,7 @@ from services.api.auth import Tenant
 from services.api.job import Job
 from services.api.places import HEADER, QUERY
 from services.api.readers import no_such_stream
-from services.api.resuming import ResumedResponse, response_id
+from services.api.resuming import ResumedResponse
 from services.api.service import ApiService
 
 router = APIRouter()
@@ -51,7 +51,7 @@ async def _attach(request: Request, response: str) -> Job:
         raise no_such_stream()
     tenant: Tenant = request.scope["state"]["tenant"]
     job = await service.readers.attach(name[1], tenant.key_hash)
-    if response_id(job) != response:
+    if job.response_id != response:
         raise no_such_stream()
     return job
 
