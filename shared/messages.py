@@ -182,9 +182,10 @@ class Delta(Message, tag="delta", frozen=True):
 class Heartbeat(Message, tag="beat", frozen=True):
     """What an instance says of itself twice a second. `beat` counts up; a value that stands still is a dead lease.
 
-    From `fingerprint` on it is for engines: that names weights, dtype and revision, and only engines of equal
-    fingerprint take requests over from each other. The three before the last are an api's: what its clients have
-    got, and how long they waited for it. Counters begin at the start of the instance. `dialect` is a tokenizer's.
+    From `fingerprint` to `num_taken` it is for engines: `fingerprint` names weights, dtype and revision, and only
+    engines of equal fingerprint take requests over from each other. `num_said` and the two counts are an api's: what
+    its clients have got, and how long they waited for it. `dialect` is a tokenizer's. Counters begin at the start of
+    the instance.
     """
 
     beat: int

@@ -20,7 +20,8 @@ from services.detokenizer.state import Texts
 from shared.broker.backoff import Backoff
 from shared.broker.call import Call
 from shared.broker.control import retire
-from shared.broker.streams import FIRST, TokensEntry, backlog, bury, drop_tokens, read_tokens
+from shared.broker.dead_letters import bury
+from shared.broker.streams import FIRST, TokensEntry, backlog, drop_tokens, read_tokens
 from shared.errors import BrokerDown, BrokerError, WireError
 from shared.messages import DeadLetter, Heartbeat, StepChunk, decode
 from shared.metrics import DEAD_LETTERS, HOP_SECONDS, StreamGauges

@@ -15,9 +15,10 @@ import msgspec
 
 from shared.broker.connection import Broker
 from shared.broker.control import look
+from shared.broker.dead_letters import drop_dead, list_dead
 from shared.broker.log_id import split_log_id
 from shared.broker.replies import EndEntry, read_log
-from shared.broker.streams import Choice, drop_dead, list_dead, open_request
+from shared.broker.streams import Choice, open_request
 from shared.errors import WireError
 from shared.ids import new_incarnation, new_uid
 from shared.messages import DeadLetter, GenerateRequest, Heartbeat, Prompt, ReplyHeader, TokenizeRequest, decode

@@ -15,8 +15,9 @@ from services.scheduler.agenda import Agenda
 from services.scheduler.desk import Desk, Failed
 from services.scheduler.ledger import Held, Ledger, Phase, naming
 from services.scheduler.metrics import SchedulerMetrics
+from shared.broker.dead_letters import bury
 from shared.broker.replies import MAX_LAUNCHES, Ended, end
-from shared.broker.streams import GenerateEntry, bury, drop_generate
+from shared.broker.streams import GenerateEntry, drop_generate
 from shared.keys import Keys
 from shared.messages import DeadLetter, Delta, ErrorBody, encode
 

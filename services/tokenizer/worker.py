@@ -19,8 +19,9 @@ from services.tokenizer.metrics import Outcome, TokenizerMetrics
 from shared.broker.call import Call
 from shared.broker.connection import Broker
 from shared.broker.control import aborted
+from shared.broker.dead_letters import bury
 from shared.broker.replies import end
-from shared.broker.streams import FIRST, Moved, QueueEntry, bury, discard, move, read_own, read_queue
+from shared.broker.streams import FIRST, Moved, QueueEntry, discard, move, read_own, read_queue
 from shared.errors import RequestError, ServerFault, WireError
 from shared.messages import DeadLetter, Delta, ErrorBody, TokenizeRequest, decode
 

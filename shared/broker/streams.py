@@ -1,4 +1,4 @@
-"""The streams a request travels through: tokenize, generate, tokens, and the dead letters.
+"""The streams a request travels through: tokenize, generate, tokens.
 
 Owns the calls on them. Knows nothing of sockets, nor of what services do between two calls; the rules they
 follow are in docs/protocol.md. Nothing unread is ever trimmed: a stream is emptied by its reader.
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from shared.broker.call import MAX_BLOCK_MS as MAX_BLOCK_MS
-from shared.broker.call import Argument, Call, blocking, call_script, load_script, nothing, pairs, word, xread
+from shared.broker.call import Argument, Call, blocking, call_script, load_script, pairs, word, xread
 from shared.broker.limits import Claim, Levels, read_levels
 from shared.broker.log_id import NO_LOG, LogId
-from shared.keys import DEAD_CAP, ENDED_TTL_MS, GENERATE_TTL_MS, REPLY_TTL_MS, TOKENIZER_GROUP, Keys
-from shared.messages import DeadLetter, GenerateRequest, ReplyHeader, Said, StepChunk, TokenizeRequest, decode, encode
+from shared.keys import ENDED_TTL_MS, GENERATE_TTL_MS, REPLY_TTL_MS, TOKENIZER_GROUP, Keys
+from shared.messages import GenerateRequest, ReplyHeader, Said, StepChunk, TokenizeRequest, encode
 
 Why = Literal["new", "crash", "drain", "self"]
 """Why an engine got a request: from the queue, from a dead engine, from a draining one, or restarted by itself."""
@@ -248,8 +248,12 @@ def read_tokens(
 ) -> Call[list[TokensEntry]]:
     """Read several shards from their positions on, up to `count` entries of each; the entries stay.
 
-    `positions` is the id of the last entry read, FIRST at the start and after every lost connection; `block_ms` is
-    how long to wait for the first entry, 0 not at all.
+    Args:
+        keys: names of the installation.
+        model: served model name.
+        positions: shard -> id of the last entry read; FIRST at the start and after every lost connection.
+        count: entries per shard.
+        block_ms: wait this long for the first entry; 0 does not wait.
     """
     shards = {keys.tokens(model, shard).encode(): shard for shard in positions}
 
@@ -280,24 +284,6 @@ def length(stream: str) -> Call[int]:
 def backlog(stream: str) -> Call[Backlog]:
     """Measure what is unread in a stream (pending entries of the group included)."""
     return call_script(_BACKLOG, [stream], [], lambda answer: Backlog(answer[0], answer[1] / 1000))
-
-
-def bury(keys: Keys, letter: DeadLetter) -> Call[None]:
-    """Keep a note of a request or message that was given up. The oldest notes go first."""
-    return Call(("XADD", keys.dead, "MAXLEN", "~", DEAD_CAP, "*", "m", encode(letter)), nothing)
-
-
-def list_dead(keys: Keys, *, count: int = DEAD_CAP) -> Call[list[tuple[bytes, DeadLetter]]]:
-    """List the newest dead letters first."""
-    return Call(
-        ("XREVRANGE", keys.dead, "+", "-", "COUNT", count),
-        lambda answer: [(entry_id, decode(DeadLetter, dict(pairs(flat)).get(b"m", b""))) for entry_id, flat in answer],
-    )
-
-
-def drop_dead(keys: Keys, entry_ids: Sequence[bytes]) -> Call[int]:
-    """Delete dead letters."""
-    return Call(("XDEL", keys.dead, *entry_ids), int)
 
 
 # --- answers -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.launcher.redis_server import RedisServer
-from shared.broker import control, replies, streams
+from shared.broker import control, dead_letters, replies, streams
 from shared.broker.call import Call
 from shared.broker.connection import AsyncBroker, Broker
 from shared.broker.log_id import is_end
@@ -363,9 +363,9 @@ async def test_the_event_loop_is_told_once_per_outage(own: RedisServer) -> None:
 def test_a_dead_letter_survives_a_kill_when_persistent(start_redis: StartRedis) -> None:
     server = start_redis(persistent=True, extra={"appendfsync": "always"})
     with Broker(settings_of(server)) as broker:
-        broker.run(streams.bury(broker.keys, DeadLetter("u", "poison", 3, "scheduler", 0)))
+        broker.run(dead_letters.bury(broker.keys, DeadLetter("u", "poison", 3, "scheduler", 0)))
         server.kill()
         server.start()
         with pytest.raises(BrokerDown):
-            broker.run(streams.list_dead(broker.keys))
-        assert [letter.uid for _, letter in broker.run(streams.list_dead(broker.keys))] == ["u"]
+            broker.run(dead_letters.list_dead(broker.keys))
+        assert [letter.uid for _, letter in broker.run(dead_letters.list_dead(broker.keys))] == ["u"]

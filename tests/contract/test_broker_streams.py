@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shared.broker import control, streams
+from shared.broker import control, dead_letters, streams
 from shared.broker.connection import Broker
 from shared.broker.log_id import split_log_id
 from shared.ids import new_uid
@@ -298,14 +298,14 @@ def test_backlog_counts_and_ages(driver: Driver) -> None:
 
 def test_dead_letters(driver: Driver) -> None:
     for number in range(3):
-        driver.run(streams.bury(driver.keys, DeadLetter(f"u{number}", "poison", 3, "scheduler", number)))
-    letters = driver.run(streams.list_dead(driver.keys))
+        driver.run(dead_letters.bury(driver.keys, DeadLetter(f"u{number}", "poison", 3, "scheduler", number)))
+    letters = driver.run(dead_letters.list_dead(driver.keys))
     assert [letter.uid for _, letter in letters] == ["u2", "u1", "u0"]
-    assert driver.run(streams.drop_dead(driver.keys, [letters[0][0]])) == 1
-    assert [letter.uid for _, letter in driver.run(streams.list_dead(driver.keys, count=1))] == ["u1"]
+    assert driver.run(dead_letters.drop_dead(driver.keys, [letters[0][0]])) == 1
+    assert [letter.uid for _, letter in driver.run(dead_letters.list_dead(driver.keys, count=1))] == ["u1"]
 
 
 def test_dead_letters_are_capped(driver: Driver) -> None:
     letter = DeadLetter("u", "poison", 3, "scheduler", 0)
-    driver.broker.run_many([streams.bury(driver.keys, letter)] * (DEAD_CAP + 500))
+    driver.broker.run_many([dead_letters.bury(driver.keys, letter)] * (DEAD_CAP + 500))
     assert driver.run(streams.length(driver.keys.dead)) < DEAD_CAP + 200

@@ -7,7 +7,7 @@ from services.detokenizer.metrics import DROP_REASONS
 from services.launcher.redis_server import RedisServer
 from shared.broker.connection import Broker
 from shared.broker.control import look
-from shared.broker.streams import list_dead
+from shared.broker.dead_letters import list_dead
 from shared.ids import shard_of
 from shared.keys import NUM_SHARDS
 from shared.messages import FinishReason, encode

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from shared.broker.connection import Broker
-from shared.broker.streams import bury
+from shared.broker.dead_letters import bury
 from shared.ids import new_uid
 from shared.messages import DeadLetter, GenerateRequest, encode
 from shared.sampling import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 
 from services.launcher import dead
 from shared.broker.connection import Broker
-from shared.broker.streams import bury, list_dead
+from shared.broker.dead_letters import bury, list_dead
 from shared.ids import new_uid
 from shared.messages import DeadLetter, GenerateRequest, Prompt, TokenizeRequest, encode
 from shared.sampling import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
-from shared.broker import replies, streams
+from shared.broker import dead_letters, replies
 from shared.broker.connection import Broker
 from shared.broker.log_id import is_end
 from shared.messages import Heartbeat
@@ -218,7 +218,7 @@ def test_a_poison_request_ends_three_engines_and_no_other_request(front: Front, 
     assert found[0].tries == [1, 2, 3]
     assert deaths == 3
     assert all(reply.finish == "length" for reply in found[1:])
-    (letter,) = [letter for _, letter in front.broker.run(streams.list_dead(front.keys))]
+    (letter,) = [letter for _, letter in front.broker.run(dead_letters.list_dead(front.keys))]
     assert (letter.uid, letter.reason, letter.tries) == (poison, "poison", 3)
     assert_same_as_undisturbed(front, process.incarnation, found[1:7], 300)
 

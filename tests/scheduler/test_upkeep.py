@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.scheduler.fake_engine import FakeEngineConfig
-from shared.broker import control, streams
+from shared.broker import control, dead_letters
 from shared.broker.connection import Broker
 from shared.broker.log_id import is_end, split_log_id
 from shared.messages import GenerateRequest, Heartbeat, encode
@@ -124,7 +124,7 @@ def test_an_entry_of_a_stranger_is_buried(front: Front, engine: HostedEngine) ->
     assert replies[0].finish == "length"
     assert replies[1].error is not None and replies[1].error.status == 500
     eventually(lambda: not front.entries(engine.me), "the entries are deleted")
-    letters = [letter for _, letter in front.broker.run(streams.list_dead(front.keys))]
+    letters = [letter for _, letter in front.broker.run(dead_letters.list_dead(front.keys))]
     assert sorted(letter.uid for letter in letters) == sorted(["", "nobody", broken])
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from shared.broker.connection import Broker
 from shared.broker.control import beat_and_look
+from shared.broker.dead_letters import list_dead
 from shared.broker.replies import EndEntry, end, read_log
-from shared.broker.streams import Choice, list_consumers, list_dead, open_request, read_generate
+from shared.broker.streams import Choice, list_consumers, open_request, read_generate
 from shared.messages import DeadLetter, Delta, GenerateRequest, Heartbeat, ReplyHeader, TokenizeRequest, decode
 from tests.redis_keys import command
 from tests.tokenizer.requests import MODEL, make_request
