@@ -29,7 +29,7 @@ from PIL import Image
 
 from bench.mixed_load import MixedLoad
 from bench.plane_stack import Stack
-from bench.prometheus_server import PrometheusServer, filled_in
+from bench.prometheus_server import PrometheusServer, filled_in, targets_of
 from tools.dashboards.__main__ import FOLDER
 
 PICTURES: Final = Path(__file__).resolve().parent.parent / "docs" / "pictures"
@@ -163,15 +163,6 @@ def shrink(path: Path) -> None:
         image.convert("RGB").quantize(COLORS).save(path, optimize=True)
 
 
-def targets_of(stack: Stack) -> dict[str, list[int]]:
-    """Give job -> ports of what Prometheus scrapes."""
-    targets: dict[str, list[int]] = {}
-    for name, port in stack.ports().items():
-        if name != "redis":
-            targets.setdefault(name.rpartition("-")[0], []).append(port)
-    return targets
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the load and draw."""
     parser = argparse.ArgumentParser(prog="bench.dashboard_pictures", description=__doc__.splitlines()[0])
@@ -180,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     PICTURES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, Stack(*FLAGS) as stack:
-        prometheus = PrometheusServer(Path(folder), targets_of(stack))
+        prometheus = PrometheusServer(Path(folder), targets_of(stack.ports()))
         try:
             start = time.time()
             with MixedLoad(f"http://{stack.host}:{stack.port}", stack.model, args.at_once) as load:

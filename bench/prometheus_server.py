@@ -105,6 +105,15 @@ class PrometheusServer:
             time.sleep(0.05)
 
 
+def targets_of(ports: Mapping[str, int]) -> dict[str, list[int]]:
+    """Give job -> ports of what Prometheus scrapes, from the ports of a launched stack's instances."""
+    targets: dict[str, list[int]] = {}
+    for name, port in ports.items():
+        if name != "redis":
+            targets.setdefault(name.rpartition("-")[0], []).append(port)
+    return targets
+
+
 def filled_in(expr: str, window: str = "30s") -> str:
     """Put values in place of a dashboard's variables."""
     values = {

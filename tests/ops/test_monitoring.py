@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from bench.mixed_load import MixedLoad
-from bench.prometheus_server import PrometheusServer, filled_in
+from bench.prometheus_server import PrometheusServer, filled_in, targets_of
 from tests.e2e.stack import Stack
 from tests.ops.known_metrics import KNOWN
 from tests.ops.test_rules import LOADED
@@ -21,14 +21,6 @@ FLAGS = (
     "--engine", "fake", "--fake-step-ms", "5", "--schedulers", "2", "--tokenizers", "2", "--detokenizers", "2",
     "--api-workers", "2", "--max-seq-len", "1024",
 )  # fmt: skip
-
-
-def targets_of(stack: Stack) -> dict[str, list[int]]:
-    targets: dict[str, list[int]] = {}
-    for name, port in stack.ports().items():
-        if name != "redis":
-            targets.setdefault(name.rpartition("-")[0], []).append(port)
-    return targets
 
 
 class Watched:
@@ -53,7 +45,7 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     stack = Stack(tmp_path_factory.mktemp("watched"), *FLAGS)
     try:
-        prometheus = PrometheusServer(tmp_path_factory.mktemp("prometheus"), targets_of(stack))
+        prometheus = PrometheusServer(tmp_path_factory.mktemp("prometheus"), targets_of(stack.ports()))
         try:
             with MixedLoad(stack.url, stack.model, 6) as load:
                 all_there = Watched(stack, prometheus, load)
@@ -134,7 +126,7 @@ def test_promtool_finds_no_fault_in_any_page(watched: Watched) -> None:
 
 def test_who_leaves_is_gone_from_the_gauges(watched: Watched) -> None:
     """Series of an instance end with its target: nothing is shown of engines that are no longer there."""
-    prometheus, ports = watched.prometheus, targets_of(watched.stack)["scheduler"]
+    prometheus, ports = watched.prometheus, targets_of(watched.stack.ports())["scheduler"]
     eventually(lambda: len(prometheus.query("millrace_requests_running")) == 2, "two engines are seen")
     prometheus.aim("scheduler", ports[:1])
     eventually(lambda: len(prometheus.query("millrace_requests_running")) == 1, "one engine is seen")
