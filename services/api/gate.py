@@ -60,7 +60,7 @@ class Gate:
                 state.update(request_id=request_id, tenant=tenant, began=began)
                 await self._app(scope, receive, answer.send)
             except ClientDisconnect:
-                pass
+                answer.complete = False  # what the framework answers then, nobody hears
             except Exception as e:
                 await self._fail(e, answer, scope, receive)
             self._book(scope, answer, began)

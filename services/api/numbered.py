@@ -109,6 +109,7 @@ class Numbered:
         self._move(index, seen)
         if start.ended and place.ended:
             self._starts[index] = None
+            self.astray = self.astray or (place.tokens, place.chars) != (start.tokens, start.chars)
         if place.tokens == start.tokens and place.digest != start.digest:
             self.astray = True
 

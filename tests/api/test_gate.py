@@ -1,6 +1,7 @@
 """Keys, request ids, CORS, metrics: what every request passes."""
 
 import re
+import socket
 from typing import Any
 
 import httpx
@@ -135,6 +136,14 @@ def test_the_books_balance(start_api: StartApi, engine: EngineSide) -> None:
     assert value(text, "millrace_api_generation_tokens_total") == 10
     assert value(text, f'millrace_time_to_first_token_seconds_count{{model="{MODEL}"}}') == 1
     assert value(text, 'millrace_http_requests_total{route="/v1/chat/completions",status="499"}') == 1
+
+
+def test_a_client_that_leaves_within_its_body_is_no_fault_of_ours(api: RunningApi) -> None:
+    line = 'millrace_http_requests_total{route="/v1/chat/completions",status="%d"}'
+    with socket.create_connection(("127.0.0.1", api.port)) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+    eventually(lambda: value(api.get("/metrics").text, line % 499) == 1, "it is in the books")
+    assert value(api.get("/metrics").text, line % 500) == 0
 
 
 def test_rubbish_in_the_inbox_and_the_log_harms_nobody(api: RunningApi, engine: EngineSide) -> None:

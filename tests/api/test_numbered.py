@@ -153,6 +153,16 @@ def test_a_position_beyond_the_end_is_seen() -> None:
     assert form.astray
 
 
+def test_an_end_that_came_elsewhere_is_seen() -> None:
+    made = job("chat", 1)
+    log = grouped([(1, " a"), (2, " b")], [1], False, True)
+    early = Place(ended=True)
+    early.move([1], " a")
+    form = Numbered(made, parse_position(early.text(), 1), early.text())
+    assert form.entries([(Exchange(made, 0).choices[0], delta) for delta in log]) == b""
+    assert form.astray
+
+
 @settings(SLOWLY)
 @given(st.text(max_size=40), st.integers(1, 3))
 def test_any_text_is_an_id_or_is_refused(text: str, num_choices: int) -> None:
