@@ -81,7 +81,7 @@ class ResumableResponse(GenerationResponse):
         """Give the events of a batch, or a comment where one is due and nothing else to say."""
         if not exchange.follows:
             for _, delta in batch:
-                self._service.note_tokens(exchange, len(delta.token_ids), delta.stamp_ns)
+                self._service.books.tokens(exchange, len(delta.token_ids), delta.stamp_ns)
         out = form.entries(batch)
         _astray(exchange, form)
         if exchange.comment_due:

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from services.api.admission import Admission, opened_in_vain, roles_of, service_away
 from services.api.auth import KeyStore
+from services.api.books import Books
 from services.api.error_body import to_body
-from services.api.exchange import Exchange, count_usage
+from services.api.exchange import Exchange
 from services.api.fleet import NAMES, Fleet
 from services.api.hops import Hops
 from services.api.janitor import CLIENT_GONE, Janitor
@@ -24,13 +25,11 @@ from services.api.readers import Readers
 from services.api.repair import SWEEP_S, Repair
 from services.api.replies import Replies
 from services.api.settings import ApiSettings
-from shared import tracing
 from shared.broker.backoff import Backoff
 from shared.broker.connection import AsyncBroker
 from shared.errors import BrokerError, RateLimited, Unavailable
 from shared.health import Readiness
 from shared.ids import new_incarnation
-from shared.messages import ErrorBody
 from shared.metrics import DRAINING, READY, Metrics
 from shared.version import VERSION
 
@@ -62,6 +61,7 @@ class ApiService:
         self.fleet = Fleet(
             self.broker, self.incarnation, settings, common, version=VERSION, port=port, on_reconnect=self._reconnected
         )
+        self.books = Books(self.metrics, self.fleet.waits)
         self.hops = Hops(self.broker, self.fleet.pipeline)
         self.janitor = Janitor(self.broker, self.metrics.strays)
         self.repair = Repair(
@@ -132,20 +132,12 @@ class ApiService:
 
     def enter(self, exchange: Exchange) -> None:
         """Count a request in."""
-        self.metrics.streams_open.inc()
+        self.books.begin(exchange)
         if exchange.follows:
             self.replies.exchanges.add(exchange)
-            self.metrics.resumed.inc()
             return
         self.admission.enter(exchange.job)
         self.fleet.num_open = self.admission.num_choices
-        self.metrics.in_flight.inc(len(exchange.choices))
-        job = exchange.job
-        exchange.span = tracing.start(
-            job.kind, job.traceparent, request_id=job.request_id, gen_ai__request__model=job.model
-        )
-        if exchange.span is not None:
-            job.traceparent = exchange.span.traceparent
 
     async def open(self, exchange: Exchange) -> None:
         """Queue a request.
@@ -174,56 +166,16 @@ class ApiService:
             raise
         self.metrics.open.observe(time.monotonic() - began)
 
-    def note_tokens(self, exchange: Exchange, count: int, stamp_ns: int) -> None:
-        """Measure tokens that are about to be written."""
-        if not count:
-            return
-        now = time.monotonic()
-        last, exchange.last_token_at = exchange.last_token_at, now
-        waits = self.fleet.waits
-        waits.num_said += count
-        if last:
-            self.metrics.itl.observe(now - last)
-            waits.next(now - last)
-        else:
-            exchange.first_token_at = now
-            self.metrics.ttft.labels(exchange.job.model).observe(now - exchange.opened_at)
-            waits.first(now - exchange.opened_at)
-        if stamp_ns:
-            self.metrics.delivery.observe(max(0.0, (time.time_ns() - stamp_ns) / 1e9))
-
     def leave(self, exchange: Exchange) -> None:
         """Leave nothing of a request behind, and write it into the books."""
         error = exchange.first_error()
         self.replies.close(exchange, error or CLIENT_GONE)
         self.readers.leave(exchange)
-        self.metrics.streams_open.dec()
-        if exchange.follows:
-            return
-        self.limits.leave(exchange)
-        finished = sum(choice.ended is not None for choice in exchange.choices)
-        self.admission.leave(exchange.job, finished)
-        self.fleet.num_open = self.admission.num_choices
-        self.metrics.in_flight.dec(len(exchange.choices))
-        _end_span(exchange, error)
-        if exchange.job.purpose != "generate":
-            return
-        for choice in exchange.choices:
-            if choice.ended is None and error is None and exchange.goes_on:
-                self.metrics.finish("left")
-                continue
-            self.metrics.finish(_reason(choice.ended.finish if choice.ended else None, error))
-            if choice.said:
-                self.metrics.answer_tokens.observe(choice.said)
-        prompt, _, completion = count_usage(exchange)
-        self.metrics.prompt_tokens.inc(prompt)
-        self.metrics.generation_tokens.inc(completion)
-        now = time.monotonic()
-        if finished:
-            self.metrics.e2e.labels(exchange.job.model).observe(now - exchange.opened_at)
-        if completion > len(exchange.choices):
-            spent = exchange.last_token_at - exchange.first_token_at
-            self.metrics.tpot.observe(spent / (completion / len(exchange.choices) - 1))
+        if not exchange.follows:
+            self.limits.leave(exchange)
+            self.admission.leave(exchange.job, sum(choice.ended is not None for choice in exchange.choices))
+            self.fleet.num_open = self.admission.num_choices
+        self.books.end(exchange, error)
 
     # --- background --------------------------------------------------------------------------------------
 
@@ -312,29 +264,3 @@ class ApiService:
             due = time.monotonic() + _LOOP_PROBE_S
             await asyncio.sleep(_LOOP_PROBE_S)
             self.metrics.event_loop_delay.observe(max(0.0, time.monotonic() - due))
-
-
-def _end_span(exchange: Exchange, error: ErrorBody | None) -> None:
-    """Say in the request's span how it ended, and what it used."""
-    if exchange.span is None:
-        return
-    prompt, cached, completion = count_usage(exchange)
-    ended = exchange.choices[0].ended
-    exchange.span.end(
-        gen_ai__usage__input_tokens=prompt,
-        gen_ai__usage__output_tokens=completion,
-        cached_tokens=cached,
-        choices=len(exchange.choices),
-        finish=_reason(ended.finish if ended else None, error),
-    )
-
-
-def _reason(finish: str | None, error: ErrorBody | None) -> str:
-    """Name how a choice ended, from a closed set."""
-    if finish is not None:
-        return finish
-    if error is None:
-        return "aborted"
-    if error.status == 504:
-        return "deadline"
-    return "rejected" if error.status < 500 else "error"

@@ -120,7 +120,7 @@ class GenerationResponse(Response):
                 return COMMENT
         if len(batch) == 1:
             choice, delta = batch[0]
-            self._service.note_tokens(exchange, len(delta.token_ids), delta.stamp_ns)
+            self._service.books.tokens(exchange, len(delta.token_ids), delta.stamp_ns)
             return form.delta(choice, delta.text, delta.logprobs, ending(delta))
         merged: dict[int, Batch] = {}
         for pair in batch:
@@ -131,7 +131,7 @@ class GenerationResponse(Response):
             text = "".join(delta.text for _, delta in pairs)
             logprobs = [entry for _, delta in pairs for entry in delta.logprobs]
             count = sum(len(delta.token_ids) for _, delta in pairs)
-            self._service.note_tokens(exchange, count, last.stamp_ns)
+            self._service.books.tokens(exchange, count, last.stamp_ns)
             out.append(form.delta(choice, text, logprobs, ending(last)))
         return b"".join(out)
 
@@ -149,7 +149,7 @@ class GenerationResponse(Response):
             batch = await exchange.take()
             for choice, delta in batch:
                 logprobs[choice.index].extend(delta.logprobs)
-                self._service.note_tokens(exchange, len(delta.token_ids), delta.stamp_ns)
+                self._service.books.tokens(exchange, len(delta.token_ids), delta.stamp_ns)
             exchange.comment_due = False
             if exchange.gone:
                 return
