@@ -110,7 +110,7 @@ soak: $(VENV)/.dev-ready ## Ask 10,000 times and see what is left: make soak [AR
 dashboards: $(VENV)/.dev-ready ## Write the dashboards and docs/metrics.md from the metric tables
 	@$(BIN)/python -m tools.dashboards && $(BIN)/python -m tools.metrics_doc
 
-pictures: $(VENV)/.dev-ready ## Draw the dashboards from a load run into docs/pictures; needs Prometheus on the PATH
+pictures: $(VENV)/.dev-ready ## Draw the dashboards from a load run into docs/images; needs Prometheus on the PATH
 	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m bench.dashboard_pictures
 
 page-pictures: $(VENV)/.dev-ready ## Take the pictures of the page: docs/images; needs chromium and chromium-driver

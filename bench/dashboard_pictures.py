@@ -4,7 +4,7 @@
 
 Launches the stack with two fake engines, asks it all kinds of requests, kills an engine halfway, and lets a real
 Prometheus scrape it. Then the queries of the written JSON are run and drawn panel by panel, in the JSON's own layout,
-into docs/pictures/dashboard-*.png.
+into docs/images/dashboard-*.png.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from bench.plane_stack import Stack
 from bench.prometheus_server import PrometheusServer, filled_in, targets_of
 from tools.dashboards.__main__ import FOLDER
 
-PICTURES: Final = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+PICTURES: Final = Path(__file__).resolve().parent.parent / "docs" / "images"
 FLAGS: Final = (
     "--engine", "fake", "--fake-step-ms", "8", "--fake-row-us", "200", "--fake-token-us", "30", "--schedulers", "2",
     "--tokenizers", "1", "--detokenizers", "2", "--api-workers", "2", "--max-seq-len", "1024",

@@ -72,11 +72,11 @@ def test_a_dashboard_can_be_placed_and_found(board: dict[str, Any]) -> None:
 
 
 def test_every_dashboard_has_a_small_picture_that_is_shown() -> None:
-    folder = ROOT / "docs" / "pictures"
+    folder = ROOT / "docs" / "images"
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     names = [f"dashboard-{board['uid'].removeprefix('millrace-')}.png" for board in WRITTEN]
     assert sum((folder / name).stat().st_size for name in names) < 300_000
-    assert all(f"(pictures/{name})" in page for name in names)
+    assert all(f"(images/{name})" in page for name in names)
 
 
 def test_addresses_and_names_are_unique() -> None:
