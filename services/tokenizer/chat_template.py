@@ -18,6 +18,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.tokenizer.chat_messages import Message, Taste, prepare
+from services.tokenizer.control_texts import ControlTexts
 from shared.errors import ConfigError, InvalidRequest
 from shared.model_files import ModelFiles
 
@@ -119,6 +120,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        controls: ControlTexts | None = None,
     ) -> str:
         """Write a conversation as the model's prompt.
 
@@ -128,6 +130,7 @@ class ChatTemplate:
             add_generation_prompt: end with the opening of an assistant's turn.
             continue_final_message: end inside the last message, which the model is to go on with.
             kwargs: further variables for the template (`enable_thinking` and the like).
+            controls: cut where the client spells them; the text that comes back has these cuts.
 
         Raises:
             InvalidRequest: the model has no template, or the template refuses these messages; says why.
@@ -144,6 +147,9 @@ class ChatTemplate:
         taste = self._tastes[name]
         try:
             prepared = prepare(messages, tools or (), taste)
+            if controls is not None:
+                prepared = controls.cut_messages(prepared)
+                tools, kwargs = controls.cut(tools), controls.cut(kwargs)
         except RecursionError as e:
             raise InvalidRequest("the arguments of a tool call are nested too deeply", param="messages") from e
         if continue_final_message:

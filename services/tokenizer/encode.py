@@ -6,11 +6,13 @@ text, or the text of ids, has its answer here.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import msgspec
 
 from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.control_texts import ControlTexts
 from shared.errors import ContextLengthExceeded, InvalidRequest, RequestError, ServerFault
 from shared.messages import Delta, GenerateRequest, LogprobEntry, Prompt, TokenizeRequest
 from shared.sampling import SamplingParams
@@ -51,11 +53,13 @@ class PromptEncoder:
     Args:
         vocabulary: of the model.
         template: of the model.
+        controls_in_messages: control tokens that a message spells become tokens, as those of a plain prompt do.
     """
 
-    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate) -> None:
+    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate, *, controls_in_messages: bool = False) -> None:
         self._vocabulary = vocabulary
         self._template = template
+        self._controls = None if controls_in_messages else ControlTexts(vocabulary)
 
     def encode(self, requests: Sequence[TokenizeRequest], max_seq_len: int) -> list[Encoded | Delta | RequestError]:
         """Encode several requests in one batch; each gets its ids, its whole answer, or the reason why not.
@@ -92,23 +96,30 @@ class PromptEncoder:
                 raise InvalidRequest("a prompt of token ids must not be empty", param="prompt")
             self._check_ids(prompt.token_ids, "prompt" if request.purpose == "generate" else "tokens")
             return prompt.token_ids
-        text, param = prompt.text or "", "prompt"
+        pieces, param = [prompt.text or ""], "prompt"
         if prompt.messages is not None:
             param = "messages"
-            text = self._template.render(
+            rendered = self._template.render(
                 prompt.messages,
                 tools=request.tools,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 kwargs=request.template_kwargs,
+                controls=self._controls,
             )
+            pieces = [rendered] if self._controls is None else self._controls.pieces(rendered)
+        text = "".join(pieces)
         if request.purpose == "generate" and self._vocabulary.is_too_long(text, max_seq_len):
             raise ContextLengthExceeded(_too_long(max_seq_len, f"more than {max_seq_len}"), param=param)
         try:
             text.encode()
         except UnicodeEncodeError as e:
             raise InvalidRequest("the text holds half a character (a lone surrogate)", param=param) from e
-        return text if request.add_special else self._vocabulary.encode(text, add_special=False)
+        if request.add_special and len(pieces) == 1:
+            return text
+        first, *rest = pieces
+        ids = self._vocabulary.encode(first, add_special=request.add_special)
+        return [*ids, *chain.from_iterable(self._vocabulary.encode_batch(rest, add_special=False))]
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         for token_id in ids:

@@ -55,7 +55,7 @@ class TokenizerService:
         settings = self._settings
         files = locate(settings.model, settings.model_source, revision=settings.model_revision)
         vocabulary, template = load_vocabulary(files), ChatTemplate(files)
-        encoder = PromptEncoder(vocabulary, template)
+        encoder = PromptEncoder(vocabulary, template, controls_in_messages=settings.control_tokens_in_messages)
         self._dialect = find_dialect(
             files, template, vocabulary, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser
         )

@@ -20,6 +20,8 @@ class TokenizerSettings(ModelSettings):
             takes it from the chat template.
         reasoning_parser: marks of the model's thoughts: think (<think>), magistral ([THINK]), none to leave them
             text; auto takes them from the chat template.
+        control_tokens_in_messages: a control token that a message spells out becomes the token, so that whoever
+            writes the message can begin turns in it; otherwise it stays text.
     """
 
     health_port: int = Field(default=9101, ge=0, le=65535)
@@ -27,3 +29,4 @@ class TokenizerSettings(ModelSettings):
     tokenizer_threads: int = Field(default=2, ge=1, le=64)
     tool_call_parser: ToolParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
+    control_tokens_in_messages: bool = False
