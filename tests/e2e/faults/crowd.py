@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any
 
 import aiohttp
 
+from tests.e2e.faults.loops import LoopThread
 from tests.e2e.stack import Json, Stack
 from tests.waiting import eventually
 
@@ -125,25 +125,21 @@ class Crowd:
     """Clients on an event loop of their own; use as a context."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="crowd")
-        self._thread.start()
-        self._session: aiohttp.ClientSession = self._call(self._open_session())
+        self._loop = LoopThread("crowd")
+        self._session = self._loop.call(self._open_session())
         self._tasks: dict[Client, Future[None]] = {}
 
     def __enter__(self) -> "Crowd":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.call(self._close())
         self._loop.close()
 
     def send(self, clients: Sequence[Client], path: str = PATH) -> list[Client]:
         """Let clients ask, all at once."""
         for client in clients:
-            self._tasks[client] = asyncio.run_coroutine_threadsafe(client.run(self._session, path), self._loop)
+            self._tasks[client] = self._loop.begin(client.run(self._session, path))
         return list(clients)
 
     def ask(self, stack: Stack, bodies: Sequence[Json], *, urls: Sequence[str] = (), path: str = PATH) -> list[Client]:
@@ -164,9 +160,6 @@ class Crowd:
             assert client.over.wait(max(left, 0.01)), f"an answer is not over, after {client.num_events} events"
             with suppress(CancelledError):
                 self._tasks[client].result(10)
-
-    def _call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     async def _open_session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -1,10 +1,9 @@
 """A wire to a server that a test can make slow, or cut."""
 
 import asyncio
-import threading
-from typing import Any
 
 from bench.chaos.proxy import Proxy
+from tests.e2e.faults.loops import LoopThread
 
 
 class Wire:
@@ -12,18 +11,14 @@ class Wire:
 
     def __init__(self, port: int) -> None:
         self._proxy = Proxy(port)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="wire")
+        self._loop = LoopThread("wire")
 
     def __enter__(self) -> "Wire":
-        self._thread.start()
-        self._call(self._proxy.start())
+        self._loop.call(self._proxy.start())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.call(self._close())
         self._loop.close()
 
     @property
@@ -33,16 +28,13 @@ class Wire:
 
     def delay(self, seconds: float) -> None:
         """Let every chunk of bytes wait, in each direction."""
-        self._loop.call_soon_threadsafe(setattr, self._proxy, "delay_s", seconds)
+        self._loop.soon(setattr, self._proxy, "delay_s", seconds)
 
     def cut(self) -> None:
         """Break all connections."""
-        self._loop.call_soon_threadsafe(self._proxy.cut)
+        self._loop.soon(self._proxy.cut)
 
     async def _close(self) -> None:
         await self._proxy.stop()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         await asyncio.wait(tasks) if tasks else None
-
-    def _call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
