@@ -21,6 +21,11 @@ TOOL_MARKS: Final[dict[ToolFormat, tuple[str, ...]]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
 }
 """What the formats are recognized by. Some models have single tokens for them, some of those are control tokens."""
+THOUGHT_MARKS: Final[dict[str, tuple[str, str]]] = {
+    "think": ("<think>", "</think>"),
+    "magistral": ("[THINK]", "[/THINK]"),
+}
+"""What thoughts stand between, by the name of the way."""
 MAX_FUNCTIONS: Final = 128
 
 

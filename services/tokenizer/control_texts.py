@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from services.tokenizer.chat_messages import Message
-from shared.dialect import TOOL_MARKS
+from shared.dialect import THOUGHT_MARKS, TOOL_MARKS
 from shared.vocab import Vocabulary
 
-_OWN_MARKS: Final = frozenset({mark for marks in TOOL_MARKS.values() for mark in marks} | {"[THINK]", "[/THINK]"})
+_OWN_MARKS: Final = frozenset(mark for marks in (*TOOL_MARKS.values(), *THOUGHT_MARKS.values()) for mark in marks)
 """What an assistant writes with control tokens on purpose: its earlier answers come back as text."""
 _SHORTEST: Final = 2
 

@@ -8,12 +8,11 @@ from typing import Any, Final
 
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.settings import ReasoningParser, ToolParser
-from shared.dialect import Dialect, Opening, Thoughts, ToolFormat
+from shared.dialect import THOUGHT_MARKS, Dialect, Opening, Thoughts, ToolFormat
 from shared.errors import InvalidRequest
 from shared.model_files import ModelFiles
 from shared.vocab import Vocabulary
 
-_MARKS: Final[dict[str, tuple[str, str]]] = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
 _SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
     {} if on is None else {"enable_thinking": on, "thinking": on} for on in (None, True, False)
 )
@@ -60,8 +59,8 @@ def _tools(source: str, template: ChatTemplate, vocabulary: Vocabulary, wanted: 
 
 def _marks(source: str, wanted: ReasoningParser) -> tuple[str, str] | None:
     if wanted != "auto":
-        return _MARKS.get(wanted)
-    return next((marks for marks in _MARKS.values() if marks[0] in source or marks[1] in source), None)
+        return THOUGHT_MARKS.get(wanted)
+    return next((marks for marks in THOUGHT_MARKS.values() if marks[0] in source or marks[1] in source), None)
 
 
 def _token(vocabulary: Vocabulary, text: str) -> int:
