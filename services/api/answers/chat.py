@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from services.api.answers.parser import Answer, AnswerParser, call_id
+from services.api.answers.parser import AnswerParser, call_id, parse
 from services.api.answers.text import Part
 from services.api.exchange import Choice
 from shared.dialect import Outline
@@ -16,6 +16,7 @@ class SpokenChoice:
     """One choice whose text is taken apart."""
 
     def __init__(self, outline: Outline, choice: Choice) -> None:
+        self._outline = outline
         self._parser = AnswerParser(outline)
         self._close_id = outline.thoughts.close_id if outline.thoughts else -1
         self._choice = choice
@@ -44,10 +45,8 @@ class SpokenChoice:
         )  # fmt: skip
 
     def message(self) -> dict[str, Any]:
-        """Give the message of the whole answer; nothing may have been fed before."""
-        answer = Answer()
-        answer.add(self._parser.feed(self._choice.text))
-        answer.add(self._parser.finish())
+        """Give the message of the whole answer."""
+        answer, self._parser = parse(self._outline, self._choice.text)
         self._num_calls = len(answer.calls)
         others = answer.calls or answer.thoughts
         message: dict[str, Any] = {

@@ -90,7 +90,7 @@ class Answer:
 
 
 def parse(outline: Outline, text: str) -> tuple[Answer, AnswerParser]:
-    """Take a whole answer apart."""
+    """Take a whole answer apart; the parser that did so tells what of it were thoughts."""
     parser, answer = AnswerParser(outline), Answer()
     answer.add(parser.feed(text))
     answer.add(parser.finish())
