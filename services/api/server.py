@@ -26,6 +26,8 @@ from shared.errors import ConfigError, InvalidRequest
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 2048
+MAX_PIPELINED: Final = 128
+"""Requests of one connection that wait for the one before them."""
 _TICK_S: Final = 0.05
 _LAST_WORDS_S: Final = 0.25
 """How long connections may take to be read that were made when the listening socket was closed."""
@@ -34,7 +36,11 @@ _HARD_STOP_S: Final = 3
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose head is bounded, whose broken requests get JSON, and which can be dropped."""
+    """A connection whose head is bounded, whose broken requests get JSON, and which can be dropped.
+
+    As bounded as the head is what else is no body: trailers, extensions of chunks. And so are the requests that a
+    client sends without waiting for answers, since each of them takes far more memory than its bytes.
+    """
 
     max_header_bytes = 64 << 10
     header_timeout = 30.0
@@ -43,7 +49,7 @@ class Connection(HttpToolsProtocol):
         """Begin with a head; a connection on which nothing comes is closed like an idle one."""
         super().connection_made(transport)
         self._in_head = True
-        self._head_bytes = 0
+        self._bare_bytes = 0  # since the last byte of a body
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.timeout_keep_alive, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -52,18 +58,23 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in, as long as the head they belong to is within its bound."""
-        if self._in_head:
-            self._head_bytes += len(data)
+        """Take bytes in, as long as the head, or what follows the body, is within its bound."""
+        self._bare_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.max_header_bytes and not self.transport.is_closing():
-            self.send_400_response(f"the request's head is larger than {self.max_header_bytes} bytes")
+        if self._bare_bytes > self.max_header_bytes and not self.transport.is_closing():
+            part = "head is" if self._in_head else "trailers are"
+            self.send_400_response(f"the request's {part} larger than {self.max_header_bytes} bytes")
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body in."""
+        self._bare_bytes = 0
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         """Offer the request's handler to drop the connection."""
         super().on_message_begin()
         self._in_head = True
-        self._head_bytes = 0
+        self._bare_bytes = 0
         self._stop_head_timer()
         self._head_timer = self.loop.call_later(self.header_timeout, self._head_is_late)
         self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
@@ -75,6 +86,8 @@ class Connection(HttpToolsProtocol):
         size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
         if size > self.max_header_bytes:
             raise ValueError("the head is too large")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests at once")
         super().on_headers_complete()
 
     def _head_is_late(self) -> None:
@@ -87,7 +100,11 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request, and close."""
+        """Answer what is no request, and close; without a word where it would be taken for another's answer."""
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if answering or self.pipeline:
+            self.transport.close()
+            return
         body = encode_error(to_body(InvalidRequest(msg, code="invalid_http")))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[400] + head + body)

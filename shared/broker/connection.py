@@ -188,7 +188,7 @@ class AsyncBroker:
 
     async def close(self) -> None:
         """Close the connections that no call is using; a call that is cancelled closes its own."""
-        await self._drop()
+        await self._drop(nowait=False)
         for sentinel in self._dialer.sentinels:
             await sentinel.aclose()
 
@@ -202,16 +202,17 @@ class AsyncBroker:
             answers: list[Any] = done.value
             return answers
         except BrokerDown:
-            await self._drop()  # the others are as dead, or lead to the same server
+            await self._drop(nowait=True)  # the others are as dead, or lead to the same server
             raise
 
     def _put_aside(self, names: list[bytes]) -> None:
         self.num_strange += len(names)
         _tell_strange(names)
 
-    async def _drop(self) -> None:
+    async def _drop(self, *, nowait: bool) -> None:
+        """Close idle connections; to wait for the closing may fail in its own way."""
         while self._idle:
-            await self._idle.pop().disconnect()
+            await self._idle.pop().disconnect(nowait=nowait)
 
     async def _exchange(self, commands: Commands) -> list[Any]:
         connection = self._idle.pop() if self._idle else self._dialer.dial()

@@ -206,6 +206,38 @@ def test_heads_over_the_bound(api: RunningApi) -> None:
     assert api.get("/livez").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "begun", [b"2\r\n{}\r\n0\r\n", b"2;x=", b"2\r\n{}\r\n0\r\nX: "], ids=["trailers", "extension", "trailer"]
+)
+def test_what_is_no_body_is_bounded_too(api: RunningApi, begun: bytes) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    part = b"X-Name: value\r\n" * 500 if begun.endswith(b"0\r\n") else b"a" * 8000
+    with socket.create_connection((HOST, api.port), timeout=20) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(head + begun)
+        for _ in range(2000):
+            sock.sendall(part)
+        pytest.fail("the api takes all of it")
+    assert api.get("/livez").status_code == 200
+
+
+def test_requests_sent_ahead_are_answered_in_order_and_bounded(api: RunningApi, engine: EngineSide) -> None:
+    one = b"GET /v1/models/%d HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection((HOST, api.port), timeout=20) as sock:
+        sock.sendall(b"".join(one % i for i in range(100)))
+        raw = read_until(sock, b"`99` does not exist")
+        places = [raw.index(b"`%d` does" % i) for i in range(100)]
+        assert places == sorted(places)
+    engine.hold()
+    with socket.create_connection((HOST, api.port), timeout=20) as sock:
+        sock.sendall(request_bytes(LONG))
+        eventually(lambda: engine.running, "it was launched")
+        sock.sendall(b"".join(one % i for i in range(200)))
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(1) == b"", "nothing of ours is taken for the answer to the first"
+    eventually(lambda: api.service.admission.num_choices == 0, "the api let go of it")
+    engine.release()
+
+
 @pytest.mark.parametrize("begun", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: b\r\n\r\n"])
 def test_heads_that_come_too_slowly(start_api: StartApi, begun: bytes) -> None:
     """The time runs from a head's first byte, on a new connection and on one that was kept."""

@@ -260,6 +260,19 @@ async def test_blocking_reads_do_not_take_the_shared_connections(redis_settings:
 
 
 @pytest.mark.anyio
+async def test_connections_that_cannot_be_closed_in_time_do_not_hide_an_outage(redis_settings: RedisSettings) -> None:
+    broker = AsyncBroker(redis_settings)
+    await asyncio.gather(*(broker.run(command("PING")) for _ in range(3)))
+    first, *_, last = broker._idle
+    first.socket_connect_timeout = 0  # no time at all to wait for its end
+    last._writer.transport.abort()
+    with pytest.raises(BrokerDown):
+        await broker.run(command("PING"))
+    assert await broker.run(command("PING")) == b"PONG"
+    await broker.close()
+
+
+@pytest.mark.anyio
 async def test_a_cancelled_call_leaves_no_answer_for_the_next(redis_settings: RedisSettings) -> None:
     broker = AsyncBroker(redis_settings)
     for _ in range(5):
