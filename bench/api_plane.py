@@ -16,8 +16,10 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 
 from services.launcher.redis_server import RedisServer, find_programs
@@ -38,6 +40,17 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def wait_ready(port: int, limit_s: float = 60.0) -> None:
+    """Wait until the api says that it serves."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise TimeoutError("the api does not get ready")
 
 
 class Pump:
@@ -141,7 +154,7 @@ def main() -> None:
         heart = threading.Thread(target=pump.beats)
         heart.start()
         try:
-            time.sleep(3)
+            wait_ready(port)
             result: multiprocessing.Queue[tuple[int, float]] = multiprocessing.Queue()
             reader = multiprocessing.Process(target=clients, args=(port, options.streams, options.tokens, result))
             reader.start()
