@@ -41,7 +41,6 @@ AS_THEY_ARE: Final = (
     r"redis-cli ping",
     r"py-spy record -p PID",
     r"perf record -g -p PID",
-    r"curl (:PORT)?/\w+",
 )
 """Programs of others, in a form that leaves nothing of ours to be wrong."""
 RELEASE: Final = "demo"
@@ -267,7 +266,8 @@ def _kubectl(words: Sequence[str], variables: dict[str, str]) -> None:
 
 def _curl(words: Sequence[str], variables: dict[str, str]) -> None:
     _need(
-        [word for word in words if re.match(r"http://127\.0\.0\.1:8000/\w", word)], f"curl {words} asks nobody of ours"
+        [word for word in words if re.match(r"(http://127\.0\.0\.1:8000|127\.0\.0\.1:PORT)/\w", word)],
+        f"curl {words} asks nobody of ours",
     )
 
 

@@ -25,6 +25,7 @@ from tests.docs import commands
 from tests.docs.pages import PAGES, ROOT, Block, blocks, own_spans, spans
 from tests.e2e.stack import Stack
 from tests.ops.chart import CHART
+from tests.waiting import eventually
 
 Treatment = Callable[[Block, Stack, Path], None]
 LIMIT_S: Final = 240.0
@@ -54,10 +55,12 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def curl(line: str, stack: Stack) -> str:
+def curl(line: str, stack: Stack, *options: str) -> str:
     """Run a curl line of a page against the stack; give the body of the answer."""
     words = shlex.split(line.replace("http://127.0.0.1:8000", stack.url))
-    done = subprocess.run([*words, "-sS", "--fail-with-body"], capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        [*words, *(options or ("-sS", "--fail-with-body"))], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -115,10 +118,11 @@ def resumed(block: Block, stack: Stack, _: Path) -> None:
     """The commands about a stream that can be resumed, one after the other, with the ids that the first one told."""
     opened, rest, ended = commands.commands(block.text)
     told = curl(opened, stack)
-    ids = re.findall(r"^id: (\S+)$", told, re.MULTILINE)
-    response = json.loads(next(re.finditer(r"^data: (\{.*)$", told, re.MULTILINE))[1])["id"]
-    again = curl(rest.replace("RESPONSE_ID", response).replace("EVENT_ID", ids[2]), stack)
-    assert told.endswith(again[again.index(f"id: {ids[3]}") :]) and f"id: {ids[2]}\n" not in again
+    events = re.findall(r"^id: (\S+)\ndata: (.*)$", told, re.MULTILINE)
+    (first, data), following = events[0], events[1:]
+    response = json.loads(data)["id"]
+    again = curl(rest.replace("RESPONSE_ID", response).replace("EVENT_ID", first), stack)
+    assert following and re.findall(r"^id: (\S+)\ndata: (.*)$", again, re.MULTILINE) == following
     curl(ended.replace("RESPONSE_ID", response), stack)
 
 
@@ -194,10 +198,13 @@ def test_routes_that_pages_name_are_there(stack: Stack) -> None:
     assert not {(page, path) for page, path in named if path not in known}
 
 
-def test_what_readyz_is_asked_for_is_answered(stack: Stack) -> None:
-    ready = {
-        port: httpx.get(f"http://127.0.0.1:{port}/readyz").status_code
-        for n, port in stack.ports().items()
-        if n != "redis"
-    }
-    assert set(ready.values()) == {200}
+def test_what_is_missing_is_asked_for_as_the_pages_say(stack: Stack) -> None:
+    lines = {span for page in PAGES for span in spans(page) if span.startswith("curl 127.0.0.1:PORT")}
+    assert lines == {"curl 127.0.0.1:PORT/readyz"}
+    stack.wait_ready()
+    for instance, port in stack.ports().items():
+        if instance != "redis":
+            line = lines.copy().pop().replace("PORT", str(port))
+            eventually(
+                lambda line=line: '"missing":[]' in curl(line, stack, "-sS").replace(" ", ""), f"{instance} is ready"
+            )
