@@ -10,10 +10,10 @@ import signal
 import socket
 import time
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.api.app import create_app
 from services.api.error_body import encode_error, to_body
@@ -101,7 +101,8 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, and close; without a word where it would be taken for another's answer."""
-        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
+        answering = cycle is not None and cycle.response_started and not cycle.response_complete
         if answering or self.pipeline:
             self.transport.close()
             return
