@@ -65,7 +65,7 @@ def setup_tracing(role: str, settings: ServiceSettings) -> None:
         _recorder = _connect(role, settings)
     except ImportError as e:
         raise ConfigError(
-            "MILLRACE_OTLP_ENDPOINT: sending traces needs the OpenTelemetry packages (pip install 'millrace[otel]')"
+            "MILLRACE_OTLP_ENDPOINT: sending traces needs the OpenTelemetry packages (pip install -e '.[otel]')"
         ) from e
     log.info("traces are sent to %s", _url(settings.otlp_endpoint))
 

@@ -167,7 +167,7 @@ def _launcher(arguments: Sequence[str]) -> None:
 def _pip(words: Sequence[str], variables: dict[str, str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     for word in words:
-        extras = re.fullmatch(r"(?:millrace|\.)\[([\w,-]+)\]", word)
+        extras = re.fullmatch(r"\.\[([\w,-]+)\]", word)
         tested = any(re.match(rf"{re.escape(word)}\b", needed) for needed in project["optional-dependencies"]["dev"])
         _need(extras or tested or word in ("install", "-e", "-q"), f"no rule for pip's {word}")
         if extras:

@@ -53,6 +53,13 @@ def test_tests_that_a_page_names_are_there(page: str) -> None:
         assert any(file.endswith(f"/{name}.py") for file in files()), name
 
 
+@cache
+def words_of_the_code() -> frozenset[str]:
+    kinds = (".py", ".lua", ".js", ".yml", ".yaml", ".tpl", ".toml")
+    sources = [ROOT / file[1:] for file in files() if file.endswith(kinds) and not file.startswith("/tests/docs/")]
+    return frozenset(word for source in sources for word in re.findall(r"\w+", source.read_text("utf-8")))
+
+
 def flags_of_our_programs() -> set[str]:
     """Give the flags of the launcher, and those that the source of our other programs adds."""
     commands = next(action for action in build_parser()._actions if action.dest == "command").choices
@@ -81,6 +88,15 @@ def test_settings_that_pages_name_are_there() -> None:
     known |= set(re.findall(r"\$\{(MILLRACE_[A-Z_]+)", read))
     named = {(page, name) for page in PAGES for name in re.findall(r"\bMILLRACE_[A-Z][A-Z_]*[A-Z]\b", text_of(page))}
     assert not {one for one in named if one[1] not in known}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/metrics.md"])
+def test_codes_and_fields_that_a_page_names_are_there(page: str) -> None:
+    """Whatever stands in a page as `a_word_like_this` is one of the code's. Metrics are a test of the dashboards'."""
+    named = {span for span in own_spans(page) if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)} - {"guided_json"}  # refused
+    assert not {
+        name for name in named if not name.startswith(("test_", "millrace_")) and name not in words_of_the_code()
+    }
 
 
 def test_variables_of_compose_are_read_by_it() -> None:

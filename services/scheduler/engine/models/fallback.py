@@ -289,7 +289,7 @@ def _transformers(architecture: str) -> ModuleType:
     except ImportError as e:
         raise ConfigError(
             f"architecture {architecture!r} is not defined here, and transformers, which may know it, is not "
-            "installed: pip install 'millrace[any-model]'"
+            "installed: pip install -e '.[any-model]'"
         ) from e
     module: ModuleType = transformers
     return module
