@@ -10,15 +10,20 @@ client = OpenAI(
     api_key=os.environ.get("OPENAI_API_KEY", "none"),  # any text, unless the server has keys
 )
 model = client.models.list().data[0].id
-question = [{"role": "user", "content": "What is the capital of France?"}]
+question = [{"role": "user", "content": "What is 2+2?"}]
 
 # A whole answer.
-answer = client.chat.completions.create(model=model, messages=question, temperature=0)
+answer = client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=32)
 print(answer.choices[0].message.content)
 
 # The same as a stream; the last chunk has no choices, but the usage.
 stream = client.chat.completions.create(
-    model=model, messages=question, temperature=0, stream=True, stream_options={"include_usage": True}
+    model=model,
+    messages=question,
+    temperature=0,
+    max_tokens=32,
+    stream=True,
+    stream_options={"include_usage": True},
 )
 for chunk in stream:
     if chunk.choices:

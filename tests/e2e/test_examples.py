@@ -12,7 +12,7 @@ from tests.e2e.stack import ROOT, Stack
 
 FOLDER = ROOT / "examples"
 TOLD = {
-    "openai_client.py": r".*Paris.*\n.*Paris.*\n\d+ tokens in, \d+ out\n(\s*\d+\.\d%  '.*'\n){3}",
+    "openai_client.py": r".* 4\..*\n.* 4\..*\n\d+ tokens in, \d+ out\n(\s*\d+\.\d%  '.*'\n){3}",
     "langchain_chat.py": r"\S.*\n(.*\n)*\S.*\n(- .*\n(.*\n)*){3}",
     "litellm_router.py": r"\S(.*\n)+\S.*\n",
     "tool_calling.py": r'water_level\({"river": ?"(Rhine|Danube|Elbe)"}\) -> .*215.*\n',

@@ -3,6 +3,8 @@
 Ranks that share a model share the vocabulary. Its pieces are of one size; what the last one lacks is never seen.
 """
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +37,11 @@ class Embedding:
         others = (places < 0) | (places >= self._piece)
         found = F.embedding(places.masked_fill(others, 0), self.weight.tensor)
         return self._comm.all_reduce(found.masked_fill(others[:, None], 0))
+
+_REFINED: Final = 1.0
+"""How far below the largest logit others are computed again."""
+_MAX_REFINED: Final = 256
+"""Above this many per row on average none is."""
 
 
 class Head:
@@ -71,7 +78,27 @@ class Head:
             self.weight = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(num_drawn, hidden_size) -> (num_drawn, vocab_size), in the model's precision."""
+        """(num_drawn, hidden_size) -> (num_drawn, vocab_size), in the model's precision or a finer one."""
         assert self._product is not None, "called before its weights were loaded"
         local = self._product(hidden, 0)
+        if self._tied is not None and local.device.type == "cpu" and local.dtype == torch.bfloat16:
+            local = _refine(local, hidden, self._tied.weight.tensor)
         return local if self._comm.ranks.size == 1 else self._comm.all_gather(local)[:, : self._vocab_size]
+
+
+def _refine(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Compute the likeliest logits again in float32: bfloat16 has steps of 1/8 where they lie, and so many ties.
+
+    Args:
+        logits: (n, vocab_size) bfloat16.
+        hidden: (n, hidden_size) what they were made of.
+        weight: (vocab_size, hidden_size) likewise.
+
+    Returns:
+        (n, vocab_size) float32.
+    """
+    found = logits.float()
+    rows, ids = (found >= found.amax(-1, keepdim=True) - _REFINED).nonzero(as_tuple=True)
+    if len(ids) <= _MAX_REFINED * len(logits):  # rows of NaN have none, rows that are flat too many
+        found[rows, ids] = (weight[ids].float() * hidden[rows].float()).sum(-1)
+    return found
