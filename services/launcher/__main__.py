@@ -18,6 +18,7 @@ from shared.errors import BrokerError, ConfigError, Unavailable
 from shared.settings import load
 
 EXIT_BAD_SETTING: Final = 2
+_NAME_A_MODEL: Final = ("MODEL", "SERVED_MODEL_NAME", "ENGINE")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,9 +68,11 @@ def talk(settings: LauncherSettings, flags: Sequence[str]) -> int:
     """Talk to the services that run, or to some that run as long as the conversation."""
     joined = running_broker(settings)
     joins = joined is not settings or bool(settings.model_fields_set & GIVEN_BROKER)
-    os.environ.update(model_variables(os.environ))
+    any_model = joins and not any(os.environ.get(f"MILLRACE_{name}") for name in _NAME_A_MODEL)
+    if not any_model:
+        os.environ.update(model_variables(os.environ))
     named = load(LauncherSettings, {"redis_url": joined.redis_url} if joins else None)
-    return shell.run(named, joins=joins, flags=list(flags))
+    return shell.run(named, joins=joins, any_model=any_model, flags=list(flags))
 
 
 def announce(launch: Plan) -> None:

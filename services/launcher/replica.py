@@ -27,6 +27,8 @@ from shared.version import VERSION
 
 WORKERS: Final[tuple[Role, ...]] = ("tokenizer", "scheduler", "detokenizer")
 _QUEUE_CAP: Final = 64
+_STRANGER_S: Final = 1.5
+"""Services that serve other models only, for so long after the broker answered, will not serve ours later."""
 _LOOK_MS: Final = 100
 """A wish to stop is noticed within this time."""
 _SILENCE_S: Final = 1.0
@@ -43,10 +45,15 @@ class Replica:
 
     Args:
         settings: which installation, and which model.
+        any_model: take the one model that is served, where there is one, whatever it is called.
+
+    Attributes:
+        model: that answers; settled by `start`.
     """
 
-    def __init__(self, settings: ServiceSettings) -> None:
+    def __init__(self, settings: ServiceSettings, *, any_model: bool = False) -> None:
         self.model = settings.served_model_name
+        self._any_model = any_model
         self._name = settings.instance_name("api").replace("api", "shell", 1)
         self._me = new_incarnation(self._name)
         self._broker = Broker(settings, name=self._name)
@@ -63,18 +70,27 @@ class Replica:
             on_fatal=self._on_fatal,
         )
 
+    @property
+    def url(self) -> str:
+        """Where the broker is, without its secrets."""
+        return self._broker.url
+
     def start(self, timeout_s: float) -> None:
         """Join the installation, and wait until somebody of each service serves the model.
 
         Raises:
-            Unavailable: within that time a service, or the broker, was not there; names it.
+            Unavailable: within that time a service, or the broker, was not there; names it. Also, and soon, when
+                there are only other models; names these.
         """
         self._heart.start()
         until = time.monotonic() + timeout_s
         if not self._heart.wait_up(timeout_s):
             raise Unavailable(f"the broker at {self._broker.url} does not answer")
         self._heart.announce()
-        while missing := [role for role in WORKERS if not self._serves(role)]:
+        stranger_until = time.monotonic() + _STRANGER_S
+        while missing := self._missing():
+            if time.monotonic() > stranger_until and (others := self._others()):
+                raise Unavailable(f"no service here serves `{self.model}`; there is: {', '.join(others)}")
             if time.monotonic() > until:
                 raise Unavailable(f"no {missing[0]} serves the model {self.model!r}")
             if self._fault is not None:
@@ -124,8 +140,21 @@ class Replica:
             self._num_open = 0
             answer.close()
 
-    def _serves(self, role: Role) -> bool:
-        return any(beat.model == self.model and not beat.draining for beat in self._heart.living(role).values())
+    def _missing(self) -> list[Role]:
+        """Name the services that nobody gives for the model; settle the model first, if any will do."""
+        served = {role: self._models(role) for role in WORKERS}
+        whole = set.intersection(*served.values())
+        if self._any_model and self.model not in whole and len(whole) == 1:
+            (self.model,) = whole
+        return [role for role, models in served.items() if self.model not in models]
+
+    def _others(self) -> list[str]:
+        """Name what is served when nobody at all serves the model."""
+        models = set().union(*(self._models(role) for role in WORKERS))
+        return [] if self.model in models else sorted(models)
+
+    def _models(self, role: Role) -> set[str]:
+        return {beat.model for beat in self._heart.living(role).values() if not beat.draining}
 
     def _on_fatal(self, error: MillraceError) -> None:
         self._fault = error

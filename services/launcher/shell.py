@@ -21,6 +21,7 @@ from services.launcher.joining import running_broker
 from services.launcher.processes import before_exec
 from services.launcher.replica import Replica
 from services.launcher.settings import LauncherSettings
+from services.launcher.supervisor import say
 from shared import sampling
 from shared.errors import MillraceError, Unavailable
 from shared.sampling import SamplingParams
@@ -160,20 +161,23 @@ class Shell:
         self._stopped = True
 
 
-def run(settings: LauncherSettings, *, joins: bool, flags: list[str]) -> int:
+def run(settings: LauncherSettings, *, joins: bool, any_model: bool, flags: list[str]) -> int:
     """Talk in the terminal; give the exit code.
 
     Args:
         settings: that reach the broker; the launcher's own when it joins nobody.
         joins: whether there are services already.
+        any_model: talk to the one model that these serve, as none was named.
         flags: for the launcher of services, when there are none.
 
     Raises:
         MillraceError: the services do not come up.
     """
     with contextlib.nullcontext(settings) if joins else _own_services(settings, flags) as reachable:
-        replica = Replica(reachable)
+        replica = Replica(reachable, any_model=any_model)
         try:
+            if joins:
+                say(f"joining the services at {replica.url}")
             replica.start(_READY_S)
             print(f"Talking to {replica.model}. /help lists the commands; Ctrl-D ends.", flush=True)
             return Shell(replica).run()

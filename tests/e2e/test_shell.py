@@ -118,5 +118,5 @@ def test_services_of_its_own_end_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["/set temperature 9", "/nonsense"])
 def test_a_mistake_is_said_and_the_conversation_goes_on(fake: Stack, line: str) -> None:
-    text = shell(run_dir(fake), [line, "/show"], "--engine", "fake")
+    text = shell(run_dir(fake), [line, "/show"])
     assert "error: " in text and "nothing is set" in text

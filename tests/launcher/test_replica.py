@@ -4,12 +4,14 @@ import threading
 
 import pytest
 
-from services.launcher.replica import AnswerFailed, Replica
+from services.launcher.replica import WORKERS, AnswerFailed, Replica
+from shared.broker import control
 from shared.broker.connection import Broker
 from shared.broker.log_id import split_log_id
 from shared.broker.replies import OpenEntry
 from shared.broker.streams import GenerateEntry
-from shared.messages import FinishReason, ReplyHeader
+from shared.errors import Unavailable
+from shared.messages import FinishReason, Heartbeat, ReplyHeader
 from shared.sampling import SamplingParams
 from shared.settings import RedisSettings, ServiceSettings
 from tests.contract.broker_driver import MODEL, Driver
@@ -100,3 +102,33 @@ def test_an_answer_that_ended_otherwise_is_an_error(driver: Driver, redis_settin
     listener.finish()
     assert listener.error is not None and listener.error.code == "broker_lost_data"
     assert listener.heard == [7, 8, 9, 10]
+
+
+def serve(broker: Broker, *models: str) -> None:
+    """Play one instance of each service per model, as far as the registry knows."""
+    for role in WORKERS:
+        for model in models:
+            beat = Heartbeat(beat=1, name=model, model=model)
+            broker.run(control.beat_and_look(broker.keys, role, f"{role}-{model}", beat, (role,)))
+
+
+def joined(settings: RedisSettings, *, any_model: bool) -> str:
+    words = {"redis_url": settings.redis_url, "redis_prefix": settings.redis_prefix, "served_model_name": "mine"}
+    replica = Replica(ServiceSettings(**words), any_model=any_model)  # type: ignore[arg-type]
+    try:
+        replica.start(60)
+        return replica.model
+    finally:
+        replica.close()
+
+
+def test_without_a_name_the_only_model_answers(broker: Broker, redis_settings: RedisSettings) -> None:
+    serve(broker, "theirs")
+    assert joined(redis_settings, any_model=True) == "theirs"
+
+
+def test_a_model_that_is_not_there_is_told_with_those_that_are(broker: Broker, redis_settings: RedisSettings) -> None:
+    serve(broker, "theirs", "another")
+    for any_model in (False, True):
+        with pytest.raises(Unavailable, match="no service here serves `mine`; there is: another, theirs"):
+            joined(redis_settings, any_model=any_model)
