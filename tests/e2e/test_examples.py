@@ -28,7 +28,7 @@ ARGUMENTS = {"load_test.py": ["--streams", "3", "--requests", "6", "--max-tokens
 @pytest.mark.timeout(300)  # a slow machine may take long to import what some of them need
 @pytest.mark.parametrize("name", TOLD)
 def test_an_example_runs_and_says_what_it_promises(name: str, real: Stack) -> None:
-    env = {**os.environ, "OPENAI_BASE_URL": f"{real.url}/v1", "OPENAI_API_KEY": "none", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OPENAI_BASE_URL": f"{real.url}/v1", "OPENAI_API_KEY": "none"}
     env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a list of prices
     done = subprocess.run(
         [sys.executable, str(FOLDER / name), *ARGUMENTS.get(name, [])],
