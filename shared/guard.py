@@ -122,7 +122,7 @@ class Guard:
             return
         first, at = self._first_signal
         if number == first or now - at > _ECHO_S:
-            log.warning("%s: a second signal ends the process now", name)
+            log.info("%s: a second signal ends the process now", name)
             self._kill(128 + number)
 
     def _is_overdue(self) -> bool:

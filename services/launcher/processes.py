@@ -31,7 +31,7 @@ RANK_MODULE: Final = "services.scheduler.engine.follower"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What an instance says of itself; `waiting_for` is for people, in its own words."""
+    """What an instance says of itself; `waiting_for` is for people, in its own words, empty if it says nothing."""
 
     ready: bool
     waiting_for: str = ""
@@ -73,7 +73,7 @@ def http_probe(host: str, port: int) -> Probe:
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException):
-            return Readiness(False, "starting")
+            return Readiness(False)  # not up yet, or slow just now: what it said last still holds
         finally:
             connection.close()
         return Readiness(response.status == 200, "" if response.status == 200 else _missing(body))
@@ -176,7 +176,7 @@ class Child:
         readiness = self.spec.probe()
         self.ready = readiness.ready
         self.was_ready = self.was_ready or readiness.ready
-        self.waiting_for = readiness.waiting_for
+        self.waiting_for = readiness.waiting_for or self.waiting_for
         return readiness.ready
 
     def signal(self, signum: int) -> None:

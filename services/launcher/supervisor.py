@@ -4,6 +4,7 @@ Owns the launcher's signals and its only loop. It is single-threaded and waits i
 signal or the time of the next look. Knows nothing of models, flags or ports beyond what a Spec says.
 """
 
+import shutil
 import signal
 import sys
 import time
@@ -24,8 +25,9 @@ _LAST_WORDS_S: Final = 2.0
 """After the drain time a service tells its clients that it is over; a second signal before that would cut them."""
 _GRACE_S: Final = 4.0
 """Seconds after the drain time at which a service is killed."""
-_QUICK_STOP_S: Final = {"api": 1.2, "tokenizer": 0.4, "scheduler": 0.8, "detokenizer": 0.4, "redis": 0.7}
-"""Seconds each stage may take after a Ctrl-C; half of it passes before the second signal. All: under 5 s."""
+_QUICK_STOP_S: Final = {"api": 1.2, "tokenizer": 0.4, "scheduler": 1.5, "detokenizer": 0.4, "redis": 0.7}
+"""Seconds each stage may take after a Ctrl-C, besides what the stages before it have left over; half of that passes
+before the second signal. All: under 5 s."""
 _ECHO_S: Final = 1.0
 """A signal this soon after the first is the same wish: `timeout`, for one, sends it to a process and to its group."""
 _MAX_FALSE_STARTS: Final = 3
@@ -157,15 +159,18 @@ class Supervisor:
 
     def _stop(self, quick: bool) -> int:
         """End every stage of STOP_ORDER in turn; give 0 if nobody had to be killed."""
-        clean = True
+        clean, spare_s = True, 0.0
         for role in STOP_ORDER:
             stage = [c for c in self._children if c.spec.role == role]
-            limit_s = _QUICK_STOP_S[role] if quick else self._drain_timeout_s + _GRACE_S
+            began_s = time.monotonic()
+            limit_s = _QUICK_STOP_S[role] + spare_s if quick else self._drain_timeout_s + _GRACE_S
             insist_s = limit_s / 2 if quick else self._drain_timeout_s + _LAST_WORDS_S
             for child in stage:
                 child.signal(signal.SIGTERM)
+            was_quick = quick
             ended, quick = self._await_end(stage, insist_s, limit_s, quick)
             clean = clean and ended
+            spare_s = max(0.0, limit_s - (time.monotonic() - began_s)) if was_quick else 0.0
         return 0 if clean else 1
 
     def _await_end(self, stage: list[Child], insist_s: float, limit_s: float, quick: bool) -> tuple[bool, bool]:
@@ -202,16 +207,17 @@ class Progress:
         self._is_terminal = sys.stderr.isatty()
         self._started_s = time.monotonic()
         self._told_s = self._started_s
-        self._shown = False
+        self._shown = ""
 
     def show(self, text: str) -> None:
-        """Tell what is waited for."""
+        """Tell what is waited for; written anew only where it has changed, or a second has passed."""
         now_s = time.monotonic()
         if self._is_terminal:
-            line = f"[{now_s - self._started_s:3.0f} s] {text}"
-            sys.stderr.write(f"\r\x1b[K{line[:150]}")
-            sys.stderr.flush()
-            self._shown = True
+            line = f"[{int(now_s - self._started_s):3d} s] {text}"[: shutil.get_terminal_size().columns - 1]
+            if line != self._shown:
+                self._shown = line
+                sys.stderr.write(f"\r\x1b[K{line}")
+                sys.stderr.flush()
         elif now_s - self._told_s >= _TELL_S:
             self._told_s = now_s
             say(f"waiting for {text}")
@@ -221,7 +227,7 @@ class Progress:
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-            self._shown = False
+            self._shown = ""
 
 
 def say(text: str) -> None:

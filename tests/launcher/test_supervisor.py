@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from services.launcher.processes import Child, Readiness, Spec
+from services.launcher.supervisor import Progress
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -274,3 +277,38 @@ def test_two_launchers_do_not_share_a_folder(start: Start) -> None:
     assert second.process.wait(15) == 2
     assert "another launcher runs in" in second.errors()
     assert alive(first.pids()) == ["api-0"]
+
+
+def test_the_progress_line_fits_the_terminal_and_is_written_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(time, "monotonic", lambda: 7.25)
+    progress = Progress()
+    for text in ("scheduler-0 (start)", "scheduler-0 (start)", "scheduler-0 (model), " * 9):
+        progress.show(text)
+    lines = capsys.readouterr().err.split("\r\x1b[K")[1:]
+    assert [line[8:] for line in lines] == ["scheduler-0 (start)", ("scheduler-0 (model), " * 9)[:31]]
+
+
+def test_a_slow_answer_leaves_what_was_said_last() -> None:
+    answers = iter([Readiness(False, "model"), Readiness(False), Readiness(True)])
+    child = Child(Spec("api-0", "api", (sys.executable, "-c", ""), dict(os.environ), 0, lambda: next(answers)))
+    child.launch()
+    try:
+        assert child.waiting_for == "starting"
+        assert not child.probe() and child.waiting_for == "model"
+        assert not child.probe() and child.waiting_for == "model"
+        assert child.probe()
+    finally:
+        child.kill()
+
+
+def test_a_stage_has_the_time_that_those_before_it_left(start: Start, tmp_path: Path) -> None:
+    """The scheduler alone may take what api and tokenizer do not need."""
+    launch = start({"api-0": [], "scheduler-0": ["--stubborn"]})
+    launch.wait_ready()
+    assert launch.end(signal.SIGINT) == 1
+    taken = re.search(r"scheduler-0 did not end in (\S+) s", launch.errors())
+    assert taken and float(taken[1]) > 1.5
