@@ -5,6 +5,7 @@ logs, health server and life cycle. Knows no service: each has a class of its ow
 are built once, in a service's `__main__`, and passed down; nothing else reads the environment.
 """
 
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from shared.keys import LEASE_S, Role
 
 ENV_PREFIX: Final = "MILLRACE_"
 DEFAULT_MODEL_NAME: Final = "smollm2-135m-instruct"
+_SHOWN_CHARS: Final = 100
+_SECRET: Final = re.compile("KEY|PASSWORD|SECRET|URL|ENDPOINT|USERNAME")
 _URL_SCHEMES: Final = (
     "redis://",
     "rediss://",
@@ -187,19 +190,24 @@ def load(cls: type[S], overrides: Mapping[str, Any] | None = None) -> S:
         overrides: field -> value, stronger than the environment (flags of a command line).
 
     Raises:
-        ConfigError: one or more values are bad; each is named by its variable, with the reason but not the value.
+        ConfigError: one or more values are bad; each is named by its variable, with the reason, and the value
+            unless that may be a secret.
     """
     try:
         return cls(**(overrides or {}))
     except ValidationError as e:
-        raise ConfigError("; ".join(_reason(error) for error in e.errors(include_input=False))) from e
+        raise ConfigError("; ".join(_reason(error) for error in e.errors())) from e
     except SettingsError as e:
         raise ConfigError(f"{e}: {e.__cause__}" if e.__cause__ else str(e)) from e
 
 
 def _reason(error: Any) -> str:
-    """Say which variable is bad, and why."""
+    """Say which variable is bad, and why. Keys, passwords, and addresses that may hold one are not shown."""
     message = str(error["msg"]).removeprefix("Value error, ")
     if not error["loc"]:
         return message
-    return f"{ENV_PREFIX}{str(error['loc'][0]).upper().removeprefix(ENV_PREFIX)}: {message}"
+    name, value = str(error["loc"][0]).upper().removeprefix(ENV_PREFIX), error["input"]
+    is_told = re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", message)
+    shows = isinstance(value, str | int | float) and not is_told and not _SECRET.search(name)
+    shown = f"{str(value)[:_SHOWN_CHARS]!r}: " if shows else ""
+    return f"{ENV_PREFIX}{name}: {shown}{message}"

@@ -81,6 +81,14 @@ def test_a_bad_value_is_named_with_its_reason(
         load(ServiceSettings)
 
 
+def test_a_bad_value_is_shown_unless_it_may_be_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_LEASE", "soon")
+    monkeypatch.setenv("MILLRACE_REDIS_URL", "http://:hush@x")
+    with pytest.raises(ConfigError, match=r"MILLRACE_LEASE: 'soon': ") as caught:
+        load(ServiceSettings)
+    assert "hush" not in str(caught.value)
+
+
 def test_all_bad_values_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_LEASE", "x")
     monkeypatch.setenv("MILLRACE_DRAIN_TIMEOUT", "-1")
