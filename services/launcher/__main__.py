@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from services.launcher import dead, shell
+from services.launcher import dead, hints, shell
 from services.launcher.defaults import Plan, model_variables, plan
 from services.launcher.joining import GIVEN_BROKER, redis_url, running_broker
 from services.launcher.redis_server import own_redis
 from services.launcher.run_files import RunFiles
-from services.launcher.settings import LauncherSettings, parse
+from services.launcher.settings import LauncherSettings, parse, settings_fields
 from services.launcher.supervisor import Supervisor, say
 from shared.errors import BrokerError, ConfigError, Unavailable
 from shared.settings import load
@@ -25,13 +25,15 @@ def main(argv: Sequence[str]) -> int:
     """Run a command and give its exit code."""
     args, variables = parse(argv)
     os.environ.update(variables)
+    for warning in hints.of_variables(os.environ, settings_fields()) if args.command == "serve" else ():
+        say(warning)
     try:
         settings = load(LauncherSettings)
         if args.command == "dead":
             return dead.run(running_broker(settings), args)
         return talk(settings, argv[1:]) if args.command == "shell" else serve(settings)
     except ConfigError as e:
-        say(str(e))
+        say(hints.with_flags(str(e), variables, argv))
         return EXIT_BAD_SETTING
     except BrokerError as e:
         say(f"the broker cannot be used: {e}")

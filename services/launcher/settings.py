@@ -16,6 +16,7 @@ from pydantic import Field
 
 from services.api.settings import ApiSettings
 from services.detokenizer.settings import DetokenizerSettings
+from services.launcher import hints
 from services.scheduler.settings import SchedulerSettings
 from services.tokenizer.settings import TokenizerSettings
 from shared.keys import Role
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_flags(command: argparse.ArgumentParser) -> None:
     """Add a flag for every setting."""
+    command.set_defaults(parser=command)
     for name, flag in settings_fields().items():
         if name in _PER_INSTANCE:
             continue
@@ -111,6 +113,7 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
 def _add_dead(commands: Any) -> None:
     """Add the command that looks after given-up requests."""
     dead = commands.add_parser("dead", help="requests and messages that were given up", allow_abbrev=False)
+    dead.set_defaults(parser=dead)
     dead.add_argument("--redis-url", default=argparse.SUPPRESS, metavar="URL", help="the installation's broker")
     dead.add_argument("--redis-prefix", default=argparse.SUPPRESS, metavar="NAME", help="the installation's prefix")
     dead.add_argument("--run-dir", default=argparse.SUPPRESS, metavar="FOLDER", help="of the launcher that runs it")
@@ -130,7 +133,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     A call without a command serves. Ends the process, naming the flag, when one is unknown.
     """
     commands = {"serve", "shell", "dead", "-h", "--help"}
-    args = build_parser().parse_args(argv if argv and argv[0] in commands else ["serve", *argv])
+    args, unknown = build_parser().parse_known_args(argv if argv and argv[0] in commands else ["serve", *argv])
+    parser: argparse.ArgumentParser = args.parser
+    del args.parser
+    if unknown:
+        hint = hints.of_flags(unknown, parser._option_string_actions)
+        parser.error(f"unknown: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
     given = {key: value for key, value in vars(args).items() if key not in ("command", "action", "id")}
     return args, {ENV_PREFIX + key.upper(): str(value) for key, value in given.items()}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.launcher import hints
 from services.launcher.settings import SERVICES, LauncherSettings, parse, settings_fields
 from tools.env_example import PATH, render
 
@@ -123,6 +124,51 @@ def test_a_bad_value_stops_the_start_and_is_named(
     assert done.returncode == 2
     assert word in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--dtype", "float17"], "--dtype (MILLRACE_DTYPE): 'float17': Input should be"),
+        (["--tp=none"], "--tp (MILLRACE_TENSOR_PARALLEL_SIZE): 'none': Input should be"),
+    ],
+)
+def test_a_bad_flag_is_named_as_it_was_typed(argv: list[str], words: str, tmp_path: Path) -> None:
+    done = launcher("serve", "--run-dir", str(tmp_path), "--engine", "fake", *argv)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--scheduler", "2"], "did you mean --schedulers?"),
+        (["--max_seq_len=7"], "did you mean --max-seq-len?"),
+        (["shell", "--max-model-len", "4096"], "vLLM's --max-model-len is --max-seq-len here"),
+        (["--enable-prefix-caching"], "it is always so"),
+        (["dead", "--redis-ur=x", "list"], "did you mean --redis-url?"),
+    ],
+)
+def test_what_may_be_meant_is_said(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(argv)
+    said = capsys.readouterr().err
+    assert words in said
+    assert "--tensor-parallel-size" not in said, "the usage is one line"
+
+
+def test_every_counterpart_of_vllm_is_a_flag() -> None:
+    flags = {f"--{name.replace('_', '-')}" for name in settings_fields()}
+    assert {ours.partition(" ")[0] for ours in hints._FROM_VLLM.values()} <= flags
+    assert not hints._FROM_VLLM.keys() & flags
+
+
+def test_variables_that_are_no_settings_are_told(tmp_path: Path) -> None:
+    done = launcher("--port", "x", "--run-dir", str(tmp_path), MILLRACE_PROT="8000")
+    assert "MILLRACE_PROT is not a setting, and is ignored; did you mean MILLRACE_PORT?" in done.stderr
+    environ = ["MILLRACE_MAX_SEQ_LENN", "MILLRACE_PORT", "MILLRACE_VERSION", "PATH"]
+    (warning,) = hints.of_variables(environ, settings_fields())
+    assert warning == "MILLRACE_MAX_SEQ_LENN is not a setting, and is ignored; did you mean MILLRACE_MAX_SEQ_LEN?"
 
 
 def test_every_flag_has_a_help_text_or_explains_itself() -> None:

@@ -1,0 +1,89 @@
+"""What a person may have meant: names of flags and variables that are not there, and values that will not do.
+
+Owns the words of these hints and the names that people know from vLLM (docs/from-vllm.md has them all). Knows the
+names of the settings, not what they do.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from shared.settings import ENV_PREFIX
+
+_FROM_VLLM: Final[Mapping[str, str]] = {
+    "--max-model-len": "--max-seq-len",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--max-prefill-tokens",
+    "--gpu-memory-utilization": "--memory-ratio",
+    "--revision": "--model-revision",
+    "--data-parallel-size": "--schedulers",
+    "--api-server-count": "--api-workers",
+    "--block-size": "--page-size",
+    "--num-gpu-blocks-override": "--num-pages",
+    "--no-enable-prefix-caching": "--cache naive",
+    "--enforce-eager": "--cuda-graph-max-bs 0",
+    "--allowed-origins": "--cors-origins",
+    "--max-num-queued-reqs": "--max-queued-requests",
+    "--shutdown-timeout": "--drain-timeout",
+    "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--uvicorn-log-level": "--log-level",
+}
+_ALWAYS_SO: Final = frozenset(
+    ("--enable-prefix-caching", "--enable-chunked-prefill", "--async-scheduling", "--enable-auto-tool-choice")
+)
+_COMPOSE: Final = frozenset((f"{ENV_PREFIX}VERSION", f"{ENV_PREFIX}STOP_GRACE"))
+"""Variables of the container files, which no service reads."""
+
+
+def of_flags(words: Sequence[str], flags: Iterable[str]) -> str:
+    """Say what may be meant by the words of a command line that no flag is called.
+
+    Args:
+        words: those that were left over; values among them are passed over.
+        flags: all that there are.
+    """
+    known = list(flags)
+    hints = []
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if not name.startswith("--"):
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        if name in _FROM_VLLM:
+            hints.append(f"vLLM's {name} is {_FROM_VLLM[name]} here")
+        elif name in _ALWAYS_SO:
+            hints.append(f"vLLM's {name} needs no flag here: it is always so")
+        elif near:
+            hints.append(f"did you mean {near[0]}?")
+    return "; ".join(hints)
+
+
+def of_variables(environ: Iterable[str], fields: Iterable[str]) -> list[str]:
+    """Warn of each variable that looks like a setting but is none."""
+    known = {f"{ENV_PREFIX}{field.upper()}" for field in fields}
+    warnings = []
+    for name in sorted({name for name in environ if name.startswith(ENV_PREFIX)} - known - _COMPOSE):
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        warnings.append(f"{name} is not a setting, and is ignored{meant}")
+    return warnings
+
+
+def with_flags(message: str, variables: Iterable[str], argv: Sequence[str]) -> str:
+    """Name bad values by the flags that they were given with, besides their variables.
+
+    Args:
+        message: of a ConfigError; names variables.
+        variables: that were given as flags.
+        argv: the command line.
+    """
+    typed = {word.partition("=")[0] for word in argv}
+    aliases = {"--tensor-parallel-size": "--tp", "--api-keys": "--api-key"}
+    for variable in variables:
+        flag = f"--{variable.removeprefix(ENV_PREFIX).lower().replace('_', '-')}"
+        shown = flag if flag in typed else aliases.get(flag, flag)
+        message = "; ".join(
+            f"{shown} ({variable}){part.removeprefix(variable)}" if part.startswith(f"{variable}:") else part
+            for part in message.split("; ")
+        )
+    return message
