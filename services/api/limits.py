@@ -1,14 +1,16 @@
 """What the limits of API keys mean to this replica: what a request claims, how it is told, and what is given back.
 
 Owns the claims of the requests under way: it holds their places in the broker while they run, and settles them when
-they are over, at leisure: no client waits for that, and what is missed frees itself. The counting is the broker's
-(`shared/broker/limits.py`), so that all replicas share it.
+they are over, at leisure: no client waits for that, and what is missed frees itself. Of a stream that goes on without
+its client it looks for the end, whoever brings that about, so that one replica alone settles it. The counting is the
+broker's (`shared/broker/limits.py`), so that all replicas share it.
 """
 
 import asyncio
 import logging
 import math
 import time
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.types import Scope
@@ -19,6 +21,8 @@ from shared.broker.backoff import Backoff
 from shared.broker.call import Call
 from shared.broker.connection import AsyncBroker
 from shared.broker.limits import Claim, Levels, Limits, hold, settle, until
+from shared.broker.log_id import NO_LOG, LogId, is_end, split_log_id
+from shared.broker.replies import last_id
 from shared.broker.streams import Opened
 from shared.errors import BrokerDown, BrokerError, RateLimited
 from shared.keys import SLOT_TTL_MS
@@ -31,6 +35,10 @@ BYTES_PER_TOKEN: Final = 4
 LIMIT_PARTS: Final = tuple(f"{what}-{of}" for of in ("Requests", "Tokens") for what in ("Limit", "Remaining", "Reset"))
 """What is told of a key's limits, each in a header `x-ratelimit-...`."""
 _HOLD_S: Final = SLOT_TTL_MS / 3000
+_LATE_S: Final = SLOT_TTL_MS / 1000 - _HOLD_S - 1
+"""A place that frees itself sooner than this was not held when it was time: its replica is most likely dead."""
+_LOOK_S: Final = 0.5
+"""How often the logs of streams that go on without their clients are looked at."""
 _HOLD_CAP: Final = 2_000
 _BATCH: Final = 256
 _CAP: Final = 100_000
@@ -56,22 +64,32 @@ def make_claim(job: Job) -> Claim | None:
     if not job.limits:
         return None
     answer = ANSWER_GUESS if job.params.max_tokens is None else job.params.max_tokens
-    tokens = math.ceil(job.cost_bytes / BYTES_PER_TOKEN) + answer * job.num_choices
+    tokens = _guess_prompt(job) + answer * job.num_choices
     return Claim(job.tenant, job.uids[0], job.limits, tokens if job.purpose == "generate" else 0)
+
+
+def _guess_prompt(job: Job) -> int:
+    return math.ceil(job.cost_bytes / BYTES_PER_TOKEN)
 
 
 def refuse(claim: Claim, opened: Opened) -> KeyLimited:
     """Make the refusal of a key that is over a limit."""
     assert opened.levels is not None, "the broker says where the key stands"
     limits, levels = claim.limits, opened.levels
+    when = ""
     if opened.limited == "concurrency":
-        wait, what = 1.0, f"{limits.concurrency} requests at a time"
+        what, free_s = f"{limits.concurrency} requests at a time", levels.free_ms / 1000
+        wait = 1.0
+        if free_s < _LATE_S:
+            wait = max(wait, free_s)
+        else:
+            when = "when one of them is over"
     elif opened.limited == "requests":
         wait, what = until(limits.requests, levels.requests, 1), f"{limits.requests} requests per minute"
     else:
         wait, what = until(limits.tokens, levels.tokens, claim.tokens), f"{limits.tokens} tokens per minute"
     return KeyLimited(
-        f"this API key may use {what}; try again in {_duration(wait)}",
+        f"this API key may use {what}; try again {when or 'in ' + _duration(wait)}",
         retry_after_s=wait,
         headers=limit_headers(limits, levels),
     )
@@ -106,30 +124,66 @@ def _duration(seconds: float) -> str:
     return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
 
 
+@dataclass(slots=True)
+class _Left:
+    """A stream that goes on without its client: what it uses, as far as it is known.
+
+    Attributes:
+        prompt: tokens of its prompts; where the client left before any was said, what they were taken for.
+        said: uid -> tokens of its answer.
+    """
+
+    claim: Claim
+    prompt: int
+    said: dict[str, int]
+
+    def is_over(self, lasts: list[LogId]) -> bool:
+        """Take in the last ids of its logs. Those that nobody came back to are gone, and so is the request."""
+        for uid, last in zip(self.said, lasts, strict=True):
+            self.said[uid] = max(self.said[uid], split_log_id(last)[1])
+        return all(last == NO_LOG or is_end(last) for last in lasts)
+
+
 class LimitKeeper:
     """The claims of this replica's requests. `run` does the talking; everything else only notes it."""
 
     def __init__(self, broker: AsyncBroker) -> None:
         self._broker = broker
         self._held: dict[str, Claim] = {}
+        self._left: dict[str, _Left] = {}
         self._settled: dict[str, tuple[Claim, int]] = {}
         self._wake = asyncio.Event()
         self._held_at = time.monotonic()
+        self._looked_at = self._held_at
 
     def enter(self, claim: Claim) -> None:
         """Hold the place of a request that was opened, or may have been."""
         self._held[claim.id] = claim
 
     def leave(self, exchange: Exchange) -> None:
-        """Have a request's place freed, and what it did not use given back."""
-        claim = self._held.pop(exchange.job.uids[0], None)
+        """Have a request's place freed, and what it did not use given back; once it is over, if it goes on."""
+        job = exchange.job
+        claim = self._held.get(job.uids[0])
         if claim is None:
             return
-        if exchange.goes_on:  # what it will use is not known, so all stays taken; the place frees itself
-            return
         prompt, _, completion = count_usage(exchange)
+        if exchange.goes_on:
+            said = {choice.uid: choice.said for choice in exchange.choices}
+            self._left[claim.id] = _Left(claim, prompt or _guess_prompt(job), said)
+            self._wake.set()
+            return
+        self._settle(claim, prompt + completion if job.purpose == "generate" else 0)
+
+    def look_soon(self) -> None:
+        """Look for the end of streams that go on without their clients: one has just come to it here."""
+        if self._left:
+            self._looked_at = 0.0
+            self._wake.set()
+
+    def _settle(self, claim: Claim, used: int) -> None:
+        self._held.pop(claim.id, None)
         if len(self._settled) < _CAP:
-            self._settled[claim.id] = claim, prompt + completion if exchange.job.purpose == "generate" else 0
+            self._settled[claim.id] = claim, used
         self._wake.set()
 
     async def run(self) -> None:
@@ -137,7 +191,7 @@ class LimitKeeper:
         backoff = Backoff()
         while True:
             try:
-                async with asyncio.timeout(_HOLD_S):
+                async with asyncio.timeout(_LOOK_S if self._left else _HOLD_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -149,13 +203,19 @@ class LimitKeeper:
             except BrokerError:
                 log.exception("the limits of API keys could not be written; what was taken frees itself")
                 self._settled.clear()
+                for claim_id in self._left:
+                    self._held.pop(claim_id, None)
+                self._left.clear()
 
     async def work(self) -> None:
-        """Settle what is over, and hold the rest when it is time, in one round trip.
+        """Settle what is over, and hold the rest when it is time, in one round trip; before it, look for what is over.
 
         Raises:
             BrokerError: nothing is lost: the next turn does it.
         """
+        if self._left and time.monotonic() - self._looked_at >= _LOOK_S:
+            self._looked_at = time.monotonic()
+            await self._look()
         keys = self._broker.keys
         batch = list(self._settled.items())[:_BATCH]
         calls: list[Call[Any]] = [settle(keys, claim, used) for _, (claim, used) in batch]
@@ -167,8 +227,23 @@ class LimitKeeper:
             self._held_at = now
         for claim_id, _ in batch:
             del self._settled[claim_id]
-        if not self._settled:
+        if not (self._settled or (self._left and not self._looked_at)):
             self._wake.clear()
+
+    async def _look(self) -> None:
+        """Find the streams that have ended since their clients left."""
+        left = list(self._left.values())
+        uids = [uid for one in left for uid in one.said]
+        lasts: list[LogId] = []
+        for at in range(0, len(uids), _BATCH):
+            batch = uids[at : at + _BATCH]
+            lasts += await self._broker.run_many([last_id(self._broker.keys, uid) for uid in batch])
+        at = 0
+        for one in left:
+            if one.is_over(lasts[at : at + len(one.said)]):
+                del self._left[one.claim.id]
+                self._settle(one.claim, one.prompt + sum(one.said.values()))
+            at += len(one.said)
 
     def _holds(self) -> list[Call[int]]:
         by_tenant: dict[str, list[str]] = {}

@@ -175,6 +175,8 @@ class ApiService:
             self.limits.leave(exchange)
             self.admission.leave(exchange.job, sum(choice.ended is not None for choice in exchange.choices))
             self.fleet.num_open = self.admission.num_choices
+        elif not exchange.num_open:
+            self.limits.look_soon()
         self.books.end(exchange, error)
 
     # --- background --------------------------------------------------------------------------------------

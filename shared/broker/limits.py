@@ -38,12 +38,14 @@ class Limits:
 class Levels(NamedTuple):
     """Where a key stands: requests under way, and what is left of the minute's requests and tokens.
 
-    Tokens may be below zero: more was used than reserved, and that much has to flow in first.
+    Tokens may be below zero: more was used than reserved, and that much has to flow in first. Where all places are
+    taken, `free_ms` says when one frees itself, unless somebody holds it until then; else it is 0.
     """
 
     running: int
     requests: float
     tokens: float
+    free_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ def hold(keys: Keys, tenant: str, ids: Sequence[str]) -> Call[int]:
 
 def read_levels(answer: bytes) -> Levels:
     """Understand what a script says of a key."""
-    running, requests, tokens = answer.split()
-    return Levels(int(running), float(requests), float(tokens))
+    running, requests, tokens, free_ms = answer.split()
+    return Levels(int(running), float(requests), float(tokens), int(free_ms))
 
 
 def until(limit: int, level: float, wanted: float) -> float:

@@ -1,6 +1,8 @@
 """Limits of API keys, as clients meet them: one count over all replicas, and what a key has left in every answer."""
 
+import math
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,9 +10,12 @@ import httpx
 import openai
 import pytest
 
-from services.api.limits import _duration
+from services.api.limits import _duration, refuse
+from shared.broker.limits import Claim, Levels, Limits
+from shared.broker.streams import Opened
 from tests.api.conftest import RunningApi, StartApi
 from tests.api.engine_side import MODEL, Answer, EngineSide
+from tests.api.streams import opening
 from tests.api.test_keys import bearer
 from tests.redis_keys import command, find_keys
 from tests.waiting import eventually
@@ -110,6 +115,90 @@ def test_a_dead_replica_frees_its_places(start_api: StartApi, engine: EngineSide
         assert ask(api, n=1, timeout=0.5).status_code == 504, "it got in, and waits for the engine"
         engine.release()
         assert running.result().status_code == 200
+
+
+def _read_elsewhere(apis: list[RunningApi], engine: EngineSide, stream: str) -> None:
+    engine.release()
+    assert "[DONE]" in apis[1].get(f"/v1/streams/{stream}", headers=bearer("k")).text
+
+
+def _delete(apis: list[RunningApi], engine: EngineSide, stream: str) -> None:
+    assert httpx.delete(f"{apis[1].url}/v1/streams/{stream}", headers=bearer("k")).status_code == 204
+    engine.release()
+
+
+def _let_it_end(apis: list[RunningApi], engine: EngineSide, stream: str) -> None:
+    engine.release()
+    eventually(lambda: not engine.running, "it was computed to its end")
+
+
+@pytest.mark.parametrize("end", [_read_elsewhere, _delete, _let_it_end])
+def test_a_stream_that_was_left_keeps_its_place_until_it_is_over(
+    start_api: StartApi,
+    engine: EngineSide,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[list[RunningApi], EngineSide, str], None],
+) -> None:
+    """By itself the place would not be free within this test."""
+    monkeypatch.setattr("shared.broker.limits.SLOT_TTL_MS", 600_000)
+    apis = [start_api(api_keys="a=k concurrency=1") for _ in range(2)]
+    for api in apis:
+        api.wait_ready()
+    engine.hold()
+    with opening(apis[0].url, CHAT, HI, **bearer("k")) as (stream, events):
+        eventually(lambda: engine.running, "it runs")
+        engine.step_once()
+        next(events)
+    eventually(lambda: apis[0].service.limits._left, "its client is gone")
+    answer = ask(apis[1])
+    assert "try again when one of them is over" in refused(answer)["message"]
+    assert answer.headers["retry-after"] == "1"
+    end(apis, engine, stream)
+    slots = engine.broker.keys.slots("a")
+    eventually(lambda: not engine.broker.run(command("ZCARD", slots)), "its place is free")
+    assert ask(apis[1]).status_code == 200
+
+
+def test_a_stream_that_nobody_came_back_to_frees_its_place(
+    start_api: StartApi, engine: EngineSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.broker.limits.SLOT_TTL_MS", 600_000)
+    api = start_api(api_keys="k", key_concurrency=1, resume_for=1.0)
+    api.wait_ready()
+    engine.hold()
+    with opening(api.url, CHAT, HI, **bearer("k")) as (_, events):
+        eventually(lambda: engine.running, "it runs")
+        engine.step_once()
+        next(events)
+    eventually(lambda: api.service.metrics.abandoned._value.get() == 1, "it was given up")
+    engine.release()
+    eventually(lambda: ask(api).status_code == 200, "its place is free")
+
+
+def test_what_a_left_stream_did_not_use_is_given_back_once(start_api: StartApi, engine: EngineSide) -> None:
+    api = start_api(api_keys="k", key_concurrency=1, key_tokens_per_minute=100_000)
+    api.wait_ready()
+    engine.hold()
+    with opening(api.url, CHAT, {**HI, "max_tokens": 90_000}, **bearer("k")) as (stream, events):
+        eventually(lambda: engine.running, "it runs")
+        engine.step_once()
+        next(events)
+    eventually(lambda: api.service.limits._left, "its client is gone")
+    for status in (204, 404):
+        answer = httpx.delete(f"{api.url}/v1/streams/{stream}", headers=bearer("k"))
+        assert answer.status_code == status
+    engine.release()
+    limits = api.service.limits
+    eventually(lambda: not limits._left and not limits._settled and not limits._held, "it is settled")
+    assert 99_000 < int(ask(api).headers["x-ratelimit-remaining-tokens"]) < 100_000
+
+
+@pytest.mark.parametrize(("free_ms", "wait", "words"), [(14_900, 1, "is over"), (7_200, 8, "7.2s"), (300, 1, "1s")])
+def test_a_place_that_nobody_holds_is_waited_for(free_ms: int, wait: int, words: str) -> None:
+    opened = Opened("LIMITED", limited="concurrency", levels=Levels(1, 0, 0, free_ms))
+    error = refuse(Claim("a", "u", Limits(concurrency=1), 0), opened)
+    assert error.retry_after_s is not None and math.ceil(error.retry_after_s) == wait
+    assert error.message.endswith(words)
 
 
 def test_what_the_limits_leave_behind_has_a_life(start_api: StartApi, engine: EngineSide) -> None:

@@ -8,6 +8,7 @@ from shared.broker.connection import Broker
 from shared.broker.limits import Claim, Limits, hold, settle, until
 from shared.broker.streams import Choice, Opened, open_request
 from shared.ids import new_uid
+from shared.keys import SLOT_TTL_MS
 from shared.messages import Prompt, ReplyHeader, TokenizeRequest
 from shared.sampling import SamplingParams
 from tests.redis_keys import command
@@ -50,6 +51,7 @@ def test_places_are_taken_and_given_back(caller: Caller) -> None:
     refused = caller.open(third)
     assert (refused.outcome, refused.limited) == ("LIMITED", "concurrency")
     assert refused.levels is not None and refused.levels.running == 2
+    assert SLOT_TTL_MS - 10_000 < refused.levels.free_ms <= SLOT_TTL_MS
     assert caller.settle(first) is True
     assert caller.settle(first) is False
     assert caller.open(third).outcome == "OK"
@@ -99,6 +101,17 @@ def test_a_place_that_nobody_holds_frees_itself(caller: Caller) -> None:
     assert opened.levels is not None and opened.levels.running == 2
     assert caller.redis("ZCARD", slots) == 2
     assert caller.redis("PTTL", slots) > 0
+
+
+def test_the_first_place_to_free_itself_is_told(caller: Caller) -> None:
+    """Of a key whose limit was lowered, the first that brings it below the new one."""
+    claims = [caller.claim(concurrency=3) for _ in range(3)]
+    seconds, _ = caller.redis("TIME")
+    for number, claim in enumerate(claims, 1):
+        caller.open(claim)
+        caller.redis("ZADD", caller.broker.keys.slots("team"), "XX", (int(seconds) + 1000 * number) * 1000, claim.id)
+    told = [caller.open(caller.claim(concurrency=most)).levels for most in (3, 2, 1)]
+    assert [round(levels.free_ms / 1e6) for levels in told if levels] == [1, 2, 3]
 
 
 def test_requests_flow_in_again(caller: Caller) -> None:

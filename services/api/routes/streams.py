@@ -72,5 +72,7 @@ async def resume(response: str, request: Request) -> Response:
 async def cancel(response: str, request: Request) -> Response:
     """End a stream before its time, and forget it. Whoever still reads it is told so."""
     job = await _attach(request, response)
-    await request.app.state.service.readers.cancel(job)
+    service: ApiService = request.app.state.service
+    await service.readers.cancel(job)
+    service.limits.look_soon()
     return Response(status_code=204)

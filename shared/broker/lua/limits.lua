@@ -11,7 +11,8 @@ local function pour(bucket, name, limit, value, now)
   call('PEXPIRE', bucket, math.max(life, call('PTTL', bucket)))
 end
 -- May a request start? Writes nothing. ARGV from o: id life concurrency requests tokens need
--- Answers what stands in its way ('' nothing), and "<requests under way> <requests left> <tokens left>".
+-- Answers what stands in its way ('' nothing), and "<requests under way> <requests left> <tokens left> <ms until a
+-- place is free at the latest, if nobody holds it any more>".
 local function judge(bucket, slots, o, now)
   local most, requests, tokens = tonumber(ARGV[o + 2]), tonumber(ARGV[o + 3]), tonumber(ARGV[o + 4])
   local need = math.min(tonumber(ARGV[o + 5]), tokens)
@@ -19,8 +20,12 @@ local function judge(bucket, slots, o, now)
   local r, t = level(bucket, 'r', requests, now), level(bucket, 't', tokens, now)
   local why = most > 0 and running >= most and 'concurrency' or requests > 0 and r < 1 and 'requests'
     or tokens > 0 and need > 0 and t < need and 'tokens' or ''
+  local free = 0
+  if why == 'concurrency' then
+    free = call('ZRANGEBYSCORE', slots, now, '+inf', 'WITHSCORES', 'LIMIT', running - most, 1)[2] - now
+  end
   if why == '' then running, r, t = running + 1, r - 1, t - need end
-  return why, string.format('%d %.3f %.3f', running, r, t), r, t
+  return why, string.format('%d %.3f %.3f %d', running, r, t, free), r, t
 end
 -- Count a request in, as `judge` found it.
 local function admit(bucket, slots, o, now, r, t)
