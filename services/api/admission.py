@@ -19,6 +19,8 @@ MAX_READERS: Final = 2_000
 """Streams that clients come back to, read at once by one replica."""
 _WINDOW_S: Final = 30.0
 _MAX_WAIT_S: Final = 60.0
+_MAX_NAMED: Final = 5
+"""Models that the refusal of an unknown one names."""
 MAX_ASKED: Final = 64
 """Requests that only ask for ids or text, at once: few enough to leave the queue to those that generate."""
 
@@ -74,7 +76,7 @@ class Admission:
         """
         self._check_open()
         if job.model not in self._fleet.models:
-            raise ModelNotFound(f"the model `{job.model[:256]}` does not exist", param="model")
+            raise no_such_model(self._fleet, job.model)
         if job.num_choices > self._settings.max_choices:
             limit = self._settings.max_choices
             raise InvalidRequest.of_field("n", f"prompts times n must not be more than {limit}")
@@ -166,6 +168,14 @@ class Admission:
 def roles_of(job: Job) -> tuple[Role, ...]:
     """Name the services that a job needs."""
     return WORKERS if job.purpose == "generate" else ("tokenizer",)
+
+
+def no_such_model(fleet: Fleet, name: str) -> ModelNotFound:
+    """Make the refusal of a model that nobody serves; it names some that are."""
+    served = sorted(fleet.models)
+    more = ", ..." if len(served) > _MAX_NAMED else ""
+    there = f"; there is: {', '.join(served[:_MAX_NAMED])}{more}" if served else ""
+    return ModelNotFound(f"the model `{name[:256]}` does not exist{there}", param="model")
 
 
 def service_away(name: str) -> Unavailable:

@@ -1,5 +1,6 @@
 """The app of one replica: routes, error handlers, and the layers around them."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -9,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from services.api.error_body import error_response, to_body
@@ -18,9 +20,10 @@ from services.api.openapi import describer
 from services.api.routes import docs, generation, health, models, page, pipeline, streams, tokenize
 from services.api.routes.health import PUBLIC_PATHS
 from services.api.service import ApiService
-from shared.errors import InvalidRequest, MillraceError
+from shared.errors import InvalidRequest, MillraceError, NotFound
 from shared.version import VERSION
 
+_MAX_PATH: Final = 256
 _CORS_MAX_AGE_S: Final = 600
 _EXPOSED: Final = (
     "X-Request-Id",
@@ -67,9 +70,24 @@ def create_app(service: ApiService) -> ASGIApp:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = _no_such_path(request)
     service: ApiService = request.app.state.service
     service.metrics.error(to_body(error))
     return error_response(error)
+
+
+def _no_such_path(request: Request) -> NotFound:
+    """Name the path, and the one that is meant where `/v1` is missing or doubled, or a slash is behind it."""
+    path: str = request.scope["path"]
+    single = re.sub(r"^(/v1)+(?=/)", "/v1", path.rstrip("/"))
+    hint = ""
+    for meant in (single, f"/v1{single}"):
+        scope = {**request.scope, "path": meant}
+        if meant != path and any(route.matches(scope)[0] != Match.NONE for route in request.app.router.routes):
+            hint = f"; did you mean `{meant[:_MAX_PATH]}`?"
+            break
+    return NotFound(f"no such path: `{path[:_MAX_PATH]}`{hint}", code="not_found")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -78,21 +78,25 @@ def refuse(claim: Claim, opened: Opened) -> KeyLimited:
     limits, levels = claim.limits, opened.levels
     when = ""
     if opened.limited == "concurrency":
-        what, free_s = f"{limits.concurrency} requests at a time", levels.free_ms / 1000
+        what, free_s = f"{_counted(limits.concurrency, 'request')} at a time", levels.free_ms / 1000
         wait = 1.0
         if free_s < _LATE_S:
             wait = max(wait, free_s)
         else:
             when = "when one of them is over"
     elif opened.limited == "requests":
-        wait, what = until(limits.requests, levels.requests, 1), f"{limits.requests} requests per minute"
+        wait, what = until(limits.requests, levels.requests, 1), f"{_counted(limits.requests, 'request')} per minute"
     else:
-        wait, what = until(limits.tokens, levels.tokens, claim.tokens), f"{limits.tokens} tokens per minute"
+        wait, what = until(limits.tokens, levels.tokens, claim.tokens), f"{_counted(limits.tokens, 'token')} per minute"
     return KeyLimited(
         f"this API key may use {what}; try again {when or 'in ' + _duration(wait)}",
         retry_after_s=wait,
         headers=limit_headers(limits, levels),
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def limit_headers(limits: Limits, levels: Levels) -> dict[str, str]:

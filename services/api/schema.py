@@ -280,9 +280,12 @@ def refusal(message: str) -> InvalidRequest:
     if what.startswith(("Object contains unknown field", "Object missing required field")):
         param = f"{path}.{quoted}" if path else quoted
         verb = "unknown" if "unknown" in what else "missing"
-        return InvalidRequest(f"{verb} field: {param}", param=param, code=f"{verb}_field")
+        hint = "; use structured_outputs or response_format" if quoted.startswith("guided_") else ""
+        return InvalidRequest(f"{verb} field: {param}{hint}", param=param, code=f"{verb}_field")
     if not path:
         return InvalidRequest(f"the body: {what}", code="invalid_body")
+    if what.startswith("Expected `null`,"):
+        what = "not supported"  # a field of OpenAI's that is declared only so that it may be null
     return InvalidRequest.of_field(path, what)
 
 

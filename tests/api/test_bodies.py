@@ -142,6 +142,19 @@ def test_a_refusal_names_the_field(change: dict[str, Any], param: str) -> None:
     assert param.split("[")[0].split(".")[0] in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"audio": {}}, "audio: not supported"),
+        ({"guided_json": {}}, "unknown field: guided_json; use structured_outputs or response_format"),
+    ],
+)
+def test_what_is_known_from_elsewhere_is_refused_in_words(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(ChatRequest, json.dumps({**HI, **change}).encode())
+    assert refused.value.message == message
+
+
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse(ChatRequest, b'{"model":"m"}')
@@ -245,6 +258,22 @@ def test_errors_over_http_have_the_shape_of_openai(api: RunningApi) -> None:
         assert answer.headers["content-type"] == "application/json"
         assert answer.headers["x-request-id"]
     assert api.get(f"/v1/models/{MODEL.replace('/', '%2F')}").json()["id"] == MODEL
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/nope", "no such path: `/v1/nope`"),
+        ("/chat/completions", "no such path: `/chat/completions`; did you mean `/v1/chat/completions`?"),
+        ("/v1/v1/models", "no such path: `/v1/v1/models`; did you mean `/v1/models`?"),
+        (CHAT + "/", f"no such path: `{CHAT}/`; did you mean `{CHAT}`?"),
+        ("/v1/models/nope", f"the model `nope` does not exist; there is: {MODEL}"),
+    ],
+)
+def test_what_does_not_exist_is_named_with_what_does(api: RunningApi, path: str, message: str) -> None:
+    answer = api.get(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == message
 
 
 JSON = st.recursive(

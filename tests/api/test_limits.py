@@ -199,6 +199,7 @@ def test_a_place_that_nobody_holds_is_waited_for(free_ms: int, wait: int, words:
     error = refuse(Claim("a", "u", Limits(concurrency=1), 0), opened)
     assert error.retry_after_s is not None and math.ceil(error.retry_after_s) == wait
     assert error.message.endswith(words)
+    assert "1 request at a time" in error.message
 
 
 def test_what_the_limits_leave_behind_has_a_life(start_api: StartApi, engine: EngineSide) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from services.api.admission import no_such_model
 from services.api.answer_schema import ModelCard, ModelList
 from services.api.openapi import described
 from services.api.service import ApiService
-from shared.errors import ModelNotFound
 
 router = APIRouter()
 
@@ -31,5 +31,5 @@ async def get_model(name: str, request: Request) -> dict[str, Any]:
     service: ApiService = request.app.state.service
     created = service.fleet.models.get(name)
     if created is None:
-        raise ModelNotFound(f"the model `{name[:256]}` does not exist", param="model")
+        raise no_such_model(service.fleet, name)
     return _model(service, name, created)
