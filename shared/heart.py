@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from shared.broker.backoff import Backoff
+from shared.broker.backoff import Backoff, Outage
 from shared.broker.connection import Broker
 from shared.broker.control import Look, Observer, beat_and_look, look_unregistered, retire
 from shared.broker.server import Agreement
@@ -84,7 +84,7 @@ class Heart:
         self._stopping = False
         self._announced = False
         self._up = False
-        self._trouble = ""
+        self._outage = Outage()
         self._agreement: Agreement | None = None
         self._last_beat: Heartbeat | None = None
         self._last_beat_s = 0.0
@@ -226,7 +226,7 @@ class Heart:
             return
         self._up = True
         self._up_gauge.set(1)
-        self._trouble = ""
+        self._outage.end()
         if self._first_up.is_set():
             log.info("the broker is back at %s", self._broker.url)
             self._reconnects.inc()
@@ -239,7 +239,6 @@ class Heart:
         self._observer.lost()
         self._up = False
         self._up_gauge.set(0)
-        if str(error) != self._trouble:
-            self._trouble = str(error)
+        if told := self._outage.tell(str(error)):
             level = logging.WARNING if isinstance(error, BrokerDown) else logging.ERROR
-            log.log(level, "no use of the broker at %s: %s; trying again", self._broker.url, error)
+            log.log(level, "no use of the broker at %s: %s; trying again", self._broker.url, told)

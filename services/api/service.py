@@ -25,7 +25,7 @@ from services.api.readers import Readers
 from services.api.repair import SWEEP_S, Repair
 from services.api.replies import Replies
 from services.api.settings import ApiSettings
-from shared.broker.backoff import Backoff
+from shared.broker.backoff import Backoff, Outage
 from shared.broker.connection import AsyncBroker
 from shared.errors import BrokerError, RateLimited, Unavailable
 from shared.health import Readiness
@@ -193,14 +193,15 @@ class ApiService:
 
     async def _connect_and_beat(self) -> None:
         """Agree with the installation once, then beat. A server that will not do keeps the replica unready."""
-        backoff = Backoff()
+        backoff, outage = Backoff(), Outage()
         self.readiness.missing("broker agreement")
         while True:
             try:
                 self.hops.num_shards = (await self.broker.prepare()).num_shards
                 break
             except BrokerError as e:
-                log.warning("waiting for the broker at %s: %s", self.broker.url, e)
+                if told := outage.tell(str(e)):
+                    log.warning("waiting for the broker at %s: %s", self.broker.url, told)
                 await asyncio.sleep(backoff.next_s())
         self.readiness.have("broker agreement")
         await self.fleet.run()

@@ -129,7 +129,7 @@ class TokenizerService:
     def _went_wrong(self, life: Life, error: BrokerError) -> None:
         """Note why the queue cannot be read: the heart tells of outages; what it does not see is told here, once."""
         if isinstance(error, BrokerDown):
-            log.info("the broker is away: %s", error)
+            log.debug("the broker is away: %s", error)
         elif str(error) != self._trouble:
             self._trouble = str(error)
             life.readiness.missing("queue")

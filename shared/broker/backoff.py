@@ -1,10 +1,13 @@
-"""How long to wait before the next attempt to reach something that is away."""
+"""How long to wait before the next attempt to reach something that is away, and how often to tell of it."""
 
 import random
+import time
+from collections.abc import Callable
 from typing import Final
 
 FIRST_S: Final = 0.05
 CAP_S: Final = 2.0
+_TELL_S: Final = 30.0
 
 
 class Backoff:
@@ -32,3 +35,32 @@ class Backoff:
     def reset(self) -> None:
         """Begin small again: it worked."""
         self._next_s = self._first_s
+
+
+class Outage:
+    """What is told of an outage: its reason at once, and from then on how long it lasts, every half minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with none.
+
+        Args:
+            clock: seconds.
+        """
+        self._clock = clock
+        self._reason = ""
+        self._began_s = 0.0
+        self._told_s = 0.0
+
+    def tell(self, reason: str) -> str:
+        """Give what is to be told of one more failure; empty most of the time."""
+        now_s = self._clock()
+        if not self._reason:
+            self._began_s = now_s
+        elif reason == self._reason and now_s - self._told_s < _TELL_S:
+            return ""
+        is_new, self._reason, self._told_s = reason != self._reason, reason, now_s
+        return reason if is_new else f"{reason} (for {now_s - self._began_s:.0f} s now)"
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self._reason = ""

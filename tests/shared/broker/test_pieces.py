@@ -5,7 +5,7 @@ import random
 import pytest
 import redis.exceptions as rx
 
-from shared.broker.backoff import CAP_S, Backoff
+from shared.broker.backoff import CAP_S, Backoff, Outage
 from shared.broker.call import MAX_BLOCK_MS, blocking, call_script, load_script, nothing
 from shared.broker.conversation import converse, translate
 from shared.broker.log_id import END_ATTEMPT, NO_LOG, LogId, is_end, make_end_id, make_log_id, split_log_id
@@ -30,6 +30,17 @@ def test_backoff_grows_with_jitter_up_to_its_cap() -> None:
     assert len(set(pauses)) == len(pauses)
     backoff.reset()
     assert backoff.next_s() <= 0.05
+
+
+def test_an_outage_is_told_at_once_and_then_every_half_minute() -> None:
+    now = iter([0, 1, 29, 31, 40, 45, 70, 76, 80])
+    outage = Outage(clock=lambda: float(next(now)))
+    assert [outage.tell("refused") for _ in range(5)] == ["refused", "", "", "refused (for 31 s now)", ""]
+    assert outage.tell("no route") == "no route"
+    assert outage.tell("no route") == ""
+    assert outage.tell("no route") == "no route (for 76 s now)"
+    outage.end()
+    assert outage.tell("no route") == "no route"
 
 
 def test_a_read_never_waits_for_ever() -> None:
