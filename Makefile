@@ -35,7 +35,7 @@ dead: $(VENV)/.run-ready ## Look after given-up requests: make dead ARGS="list"
 setup: $(VENV)/.dev-ready ## Set up the venv with everything that tests and linters need
 
 test: $(VENV)/.dev-ready ## Run the tests: make test [T=tests/api]
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(T)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(T)
 
 test-unit: $(VENV)/.dev-ready ## Run the tests that launch no stack
 	@$(BIN)/python -m pytest tests --ignore=tests/e2e
