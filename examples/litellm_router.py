@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import yaml
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the internet for prices
 from litellm import Router
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
