@@ -30,6 +30,7 @@ from shared.keys import BEAT_S, Role
 from shared.logs import setup_logs
 from shared.messages import Heartbeat
 from shared.metrics import DRAINING, LOOP_AGE, READY, Metrics
+from shared.reason import tell_reason
 from shared.settings import ServiceSettings, load
 from shared.tracing import setup_tracing, stop_tracing
 from shared.version import VERSION
@@ -198,9 +199,11 @@ class Life:
             code = self._exit_code()
         except ConfigError as e:
             log.error("%s", e)
+            tell_reason(str(e))
             code = EXIT_CONFIG
-        except Exception:
+        except Exception as e:
             log.exception("%s failed", self.role)
+            tell_reason(f"{type(e).__name__}: {e}")
             code = EXIT_FAULT
         self._guard.may_interrupt = False
         self.pulse.rest()
@@ -237,6 +240,7 @@ class Life:
         if self._error is None:
             return 0
         log.error("%s", self._error)
+        tell_reason(str(self._error))
         return EXIT_CONFIG if isinstance(self._error, ConfigError) else EXIT_FAULT
 
     def _start_health(self) -> HealthServer:
@@ -304,6 +308,7 @@ def main(
         life = Life(role, settings, make(settings), watch=watch, stuck_after_s=stuck_s, beat_s=beat_s)
     except ConfigError as e:
         sys.stderr.write(f"millrace {role}: {e}\n")
+        tell_reason(str(e))
         return EXIT_CONFIG
     try:
         life.connect_signals()

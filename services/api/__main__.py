@@ -7,6 +7,7 @@ from services.api.settings import ApiSettings
 from services.api.workers import Workers
 from shared.errors import ConfigError
 from shared.logs import setup_logs
+from shared.reason import tell_reason
 from shared.settings import load
 from shared.tracing import setup_tracing, stop_tracing
 
@@ -22,6 +23,7 @@ def main() -> int:
         return serve(settings)
     except ConfigError as e:
         sys.stderr.write(f"api: {e}\n")
+        tell_reason(str(e))
         return 2
     finally:
         stop_tracing()

@@ -13,11 +13,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import psutil
+
+from shared.reason import MAX_BYTES, REASON_FILE
 
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -113,6 +116,8 @@ class Child:
         self.due_s: float | None = None
         """When it is to be started again, on the monotonic clock; None while it runs."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._reason_fd = os.memfd_create(spec.instance)
+        weakref.finalize(self, os.close, self._reason_fd)
         self._started_s = 0.0
 
     @property
@@ -140,9 +145,10 @@ class Child:
             OSError: the command cannot be run.
         """
         launcher_pid = os.getpid()
+        os.ftruncate(self._reason_fd, 0)
         self._process = subprocess.Popen(
             self.spec.argv,
-            env=dict(self.spec.env),
+            env={**self.spec.env, REASON_FILE: f"/proc/{launcher_pid}/fd/{self._reason_fd}"},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),  # stdout belongs to the launcher: the line that says it is ready
             start_new_session=True,
@@ -178,6 +184,10 @@ class Child:
         self.was_ready = self.was_ready or readiness.ready
         self.waiting_for = readiness.waiting_for or self.waiting_for
         return readiness.ready
+
+    def reason(self) -> str:
+        """Give why its start failed, in its own words; empty if it has told nothing."""
+        return os.pread(self._reason_fd, MAX_BYTES, 0).decode(errors="replace")
 
     def signal(self, signum: int) -> None:
         """Send a signal, if it runs."""

@@ -66,6 +66,7 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self._stop_signals.remove(signal.SIGHUP)
         self._announced = False
+        self._hopeless = ""
         self._told_to_stop_s = 0.0
         self._progress = Progress()
 
@@ -84,6 +85,7 @@ class Supervisor:
                     return self._stop(quick=stop == signal.SIGINT)
                 if not self._revive():
                     self._stop(quick=True)
+                    say(self._hopeless)
                     return EXIT_BAD_START
                 self._look()
         finally:
@@ -132,7 +134,9 @@ class Supervisor:
         """Judge an ended child: one that never served and cannot stops the start."""
         name, how = child.spec.instance, describe_exit(status)
         if not child.was_ready and (status in self._fatal_codes or child.failures >= _MAX_FALSE_STARTS):
+            reason = child.reason()
             say(f"{name} cannot start ({how}); see its last lines above")
+            self._hopeless = f"the start failed: {name}: {reason or how}"
             return True
         say(f"{name} ended ({how}); starting it again")
         return False

@@ -27,6 +27,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.exit is not None:
         print("stand-in: MILLRACE_SOMETHING: is bad", file=sys.stderr)
+        Path(os.environ["MILLRACE_REASON_FILE"]).write_text("MILLRACE_SOMETHING: is bad")
         return int(args.exit)
     if args.grandchild:
         process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

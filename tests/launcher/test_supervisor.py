@@ -261,7 +261,8 @@ def test_a_bad_setting_stops_the_start(start: Start) -> None:
     assert launch.process.wait(15) == 1
     errors = launch.errors()
     assert "scheduler-0 cannot start (exit code 2)" in errors
-    assert "MILLRACE_SOMETHING: is bad" in errors
+    assert "stand-in: MILLRACE_SOMETHING: is bad" in errors
+    assert errors.splitlines()[-1] == "millrace: the start failed: scheduler-0: MILLRACE_SOMETHING: is bad"
 
 
 def test_a_service_that_never_serves_stops_the_start_after_three_tries(start: Start) -> None:
