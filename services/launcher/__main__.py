@@ -82,7 +82,7 @@ def announce(launch: Plan) -> None:
     if not launch.base_url:
         print(f"Millrace is ready without HTTP (model {launch.model})", flush=True)
         return
-    message = {"role": "user", "content": "What is the capital of France?"}
+    message = {"role": "user", "content": "What is 2+2?"}
     body = json.dumps({"model": launch.model, "messages": [message], "temperature": 0, "max_tokens": 64})
     key = '-H "Authorization: Bearer YOUR_KEY" ' if launch.has_keys else ""
     print(f"Millrace is ready: {launch.base_url} (model {launch.model})")
