@@ -38,6 +38,7 @@ class Embedding:
         found = F.embedding(places.masked_fill(others, 0), self.weight.tensor)
         return self._comm.all_reduce(found.masked_fill(others[:, None], 0))
 
+
 _REFINED: Final = 1.0
 """How far below the largest logit others are computed again."""
 _MAX_REFINED: Final = 256
