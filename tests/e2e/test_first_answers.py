@@ -110,4 +110,4 @@ def test_the_line_that_the_launcher_prints_works(real: Stack) -> None:
     answer = subprocess.run(
         [*shlex.split(real.announced[1]), "-s"], capture_output=True, timeout=60, check=True, text=True
     )
-    assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+    assert " 4" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
