@@ -103,7 +103,8 @@ async def run(url: str, model: str, requests: list[tuple[str, int]], streams: in
         nonlocal total
         while waiting:
             text, tokens = waiting.pop()
-            total += await ask(session, url, model, text, tokens)
+            said = await ask(session, url, model, text, tokens)
+            total += said  # in two lines: others add to it while this one waits
 
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
