@@ -17,7 +17,7 @@ from typing import Final, Self
 import psutil
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-READY_LIMIT_S: Final = 120.0
+READY_LIMIT_S: Final = 300.0
 STOP_LIMIT_S: Final = 60.0
 _LAUNCHES: Final = 3
 """A free port that the launcher has found may be taken by somebody else before it is used."""
