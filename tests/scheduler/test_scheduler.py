@@ -1,4 +1,5 @@
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -352,6 +353,20 @@ def test_short_prompt_does_not_wait_for_a_very_long_one(depth):
     assert min(halves) >= 32, "the long one never gets less than half"
     shares = [int(b.lengths[b.num_decode :].sum()) for b in driver.batches[:40]]
     assert shares == [64] * 40, "what nobody takes goes to the long one"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_stays_within_its_tokens_when_rows_leave_hardly_any(seed):
+    """With as many rows as a step has tokens the prompts under way get one or none, and still all are served."""
+    rng = random.Random(seed)
+    driver = Driver(engine_config(num_pages=2048, max_seq_len=1024, max_running=16, max_step_tokens=16))
+    for i in range(60):
+        length = int(rng.paretovariate(0.7)) * 4 % 600 + 1
+        driver.add(arrival(f"r{i}", rng.randbytes(length), max_tokens=rng.randint(1, 60)))
+    driver.run()
+    assert all(driver.tokens(f"r{i}") for i in range(60))
+    for batch in driver.batches:
+        assert batch.lengths.sum() <= 16 and (batch.lengths > 0).all()
 
 
 def test_running_rows_are_not_held_up_by_a_long_prompt():

@@ -180,7 +180,7 @@ class Prefill:
         grants, left = [], budget
         for i, want in enumerate(wants):
             yields = want > left and min([*wants[i + 1 :], head]) < want // 2
-            grants.append(min(want, max(1, left // 2) if yields else left))
+            grants.append(min(want, -(-left // 2) if yields else left))
             left -= grants[-1]
         return grants, left
 
