@@ -42,6 +42,13 @@ class QuietLink:
         """End nobody."""
         return []
 
+    def await_look(self) -> float:
+        """Never wait."""
+        return 0.0
+
+    def planned(self) -> None:
+        """Ignore."""
+
     def publish(self, output: StepOutput) -> None:
         """Count."""
         self.num_tokens += len(output.tokens)

@@ -101,6 +101,13 @@ class OfflineLink:
         taken, self._endings = self._endings, []
         return taken
 
+    def await_look(self) -> float:
+        """Nobody ends an answer but the loop's own thread."""
+        return 0.0
+
+    def planned(self) -> None:
+        """Nothing depends on it."""
+
     def publish(self, output: StepOutput) -> None:
         """Add the tokens of a step to their answers. An answer that has ended hears no more."""
         ended = 0

@@ -78,6 +78,7 @@ class BrokerLink:
         self._in_contact = False
         self._full = False
         self._trouble = ""
+        self._untold = False
         self._resume_s = 0.0
         self._suspect_of_loss = threading.Event()
         self._finish_by_s: float | None = None
@@ -99,19 +100,30 @@ class BrokerLink:
         """Take the requests to forget."""
         return self._desk.take_endings()
 
+    def await_look(self) -> float:
+        """Wait until one more step may be planned."""
+        return self._desk.await_look()
+
+    def planned(self) -> None:
+        """Note that a step was planned."""
+        self._desk.planned()
+        self._untold = True
+
     def publish(self, output: StepOutput) -> None:
         """Hand over a step's tokens."""
         self._desk.post(output)
+        self._untold = False
 
     def fail(self, uid: str, attempt: int, error: ErrorBody) -> None:
         """End a request with an error."""
         self._desk.post(Failed(uid, attempt, error))
 
     def report(self, load: Load) -> None:
-        """Beat, and say how much runs; who waits is fenced when there is room."""
+        """Beat, and say how much runs; who waits is fenced when there is room, and after each step is a look."""
         self._desk.report(load)
         self._on_report()
-        if self._ledger.num_waiting and self._desk.room() > 0:
+        if self._untold or (self._ledger.num_waiting and self._desk.room() > 0):
+            self._untold = False
             self._desk.post(None)
 
     def idle(self, timeout_s: float) -> None:
@@ -226,6 +238,7 @@ class BrokerLink:
         if not self._in_contact and (began < self._resume_s or not self._regain()):
             self._desk.paused = self._desk.paused or self._outbox.full or not self._keeps_lease
             return
+        num_planned = self._desk.num_planned
         agenda = Agenda()
         self._upkeep.plan_doorbells(agenda)
         self._plan_due(agenda, began)
@@ -235,6 +248,7 @@ class BrokerLink:
                 break
             agenda.run(self._broker)
             agenda = Agenda()
+        self._desk.looked(num_planned)
         self._backoff.reset()
         self._desk.paused = self._outbox.full
         if self._finish_by_s is not None and not self._outbox and not self._endings:

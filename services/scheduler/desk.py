@@ -1,11 +1,13 @@
 """The counter between the I/O thread and the step loop: what each hands to the other, and who is woken.
 
-Towards the loop: arrivals, endings, and whether it must wait. Towards the I/O thread: step outputs, failures,
-load, and what the reader thread has read. No method blocks but `sleep` and `next_mail`. Pure: no broker.
+Towards the loop: arrivals, endings, how fresh these are, and whether it must wait. Towards the I/O thread: step
+outputs, failures, load, and what the reader thread has read. No method blocks but `sleep`, `await_look` and
+`next_mail`. Pure: no broker.
 """
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ MAX_READY: Final = 16
 """Nobody more is fenced while so many have been handed over that still have no slot."""
 AHEAD: Final = 2
 """Fenced beyond the free slots, so that a slot that falls free is filled by the very next step."""
+PATIENCE_S: Final = 0.05
+"""The loop waits so long for a look at what has ended; then it goes on without, until the broker answers again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,11 @@ class Desk:
         self._handed = 0
         self._taken = 0
         self._taken_at_report = 0
+        self.num_planned = 0
+        """Steps planned so far; written by the loop."""
+        self._looked = 0
+        self._patient = True
+        self._fresh = threading.Condition()
 
     # --- the step loop's side
 
@@ -75,6 +84,22 @@ class Desk:
         while self._endings:
             taken.append(self._endings.popleft())
         return taken
+
+    def planned(self) -> None:
+        """Note that a step was planned."""
+        self.num_planned += 1
+
+    def await_look(self) -> float:
+        """Wait until a look that began after the last step but one was planned is taken in; give the seconds waited."""
+        if self._is_fresh() or not self._patient:
+            return 0.0
+        began = time.monotonic()
+        with self._fresh:
+            self._patient = self._fresh.wait_for(self._is_fresh, PATIENCE_S)
+        return time.monotonic() - began
+
+    def _is_fresh(self) -> bool:
+        return self._looked >= self.num_planned - 1
 
     def report(self, load: Load) -> None:
         """Take in the loop's load; it counts every arrival taken so far."""
@@ -116,6 +141,13 @@ class Desk:
         """Wake the loop if it sleeps."""
         if self._bell.empty():
             self._bell.put(None)
+
+    def looked(self, num_planned: int) -> None:
+        """Note that all is handed over that had ended when so many steps were planned."""
+        if num_planned > self._looked:
+            with self._fresh:
+                self._looked, self._patient = num_planned, True
+                self._fresh.notify()
 
     @property
     def num_handed(self) -> int:

@@ -1,7 +1,7 @@
 """The step loop: plans, launches and settles steps, and tells the link what they drew.
 
 Owns the order of things and nothing else: what runs is the scheduler's decision, how it is computed the engine's,
-and who hears of it the link's. It never waits for the broker.
+and who hears of it the link's. It waits for the broker only where a step takes less time than a round trip.
 
 With overlap, step n + 1 is planned and launched while step n runs, and n is settled while n + 1 runs:
 
@@ -105,10 +105,13 @@ class StepLoop:
         Raises:
             EngineFault: the engine is lost.
         """
-        began, waited = time.perf_counter(), self.stats.wait_s + self.stats.launch_s
+        began, waited = time.perf_counter(), self.stats.wait_s + self.stats.launch_s + self.stats.idle_s
+        if not self._link.paused:
+            self.stats.idle_s += self._link.await_look()
         self._take()
         batch = None if self._link.paused else self._scheduler.plan()
         if batch is not None:
+            self._link.planned()
             self._was_checked = False
             self.stats.busy_since = time.monotonic()
             at = time.perf_counter()
@@ -120,7 +123,7 @@ class StepLoop:
         if settled:
             self._settle()
         self._link.report(self._scheduler.load(self._rate.per_s()))
-        waited = self.stats.wait_s + self.stats.launch_s - waited
+        waited = self.stats.wait_s + self.stats.launch_s + self.stats.idle_s - waited
         self.stats.python_s += time.perf_counter() - began - waited
         if not settled and batch is None:
             self._rest()

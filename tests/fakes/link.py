@@ -115,6 +115,12 @@ class ScriptedLink:
                 self.ledger.heard[uid].forgotten = True
             return taken
 
+    def await_look(self) -> float:
+        return 0.0
+
+    def planned(self) -> None:
+        pass
+
     def publish(self, output: StepOutput) -> None:
         with self._news:
             self.ledger.note(output)

@@ -3,6 +3,9 @@
 import threading
 from typing import Any
 
+import pytest
+
+from services.scheduler import desk as desk_module
 from services.scheduler.core.link import Arrival, Load
 from services.scheduler.desk import AHEAD, MAX_READY, Desk, Failed
 from shared.messages import ErrorBody, GenerateRequest
@@ -73,3 +76,36 @@ def test_mail_is_taken_all_at_once_in_its_order() -> None:
         desk.post(one)
     assert desk.next_mail(30.0) == failed
     assert desk.next_mail(0.0) == []
+
+
+def test_a_step_waits_for_a_look_that_is_not_older_than_the_last_step_but_one() -> None:
+    desk = Desk()
+    desk.planned()
+    assert desk.await_look() == 0.0, "the first step but one needs none"
+    desk.planned()
+    waiting, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        desk.await_look()
+        over.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert waiting.wait(10.0)
+    desk.looked(0)
+    assert not over.is_set()
+    desk.looked(1)
+    assert over.wait(10.0)
+
+
+def test_a_broker_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "PATIENCE_S", 0.01)
+    desk = Desk()
+    for _ in range(3):
+        desk.planned()
+    assert desk.await_look() > 0.0
+    desk.planned()
+    assert desk.await_look() == 0.0
+    desk.looked(3)
+    desk.planned()
+    assert desk.await_look() > 0.0, "it had answered meanwhile"

@@ -1,4 +1,4 @@
-"""The Link protocol: what the step loop sees of the broker. It never waits for a round trip.
+"""The Link protocol: what the step loop sees of the broker.
 
 Behind it (inbox and outbox) a thread of its own reads the engine's stream, fences requests ahead of their
 admission, replays what was said before, watches aborts and audits; in front of it there are only
@@ -89,7 +89,7 @@ class Load:
 
 
 class Link(Protocol):
-    """The loop's side of the broker. Every method returns at once except `idle`."""
+    """The loop's side of the broker. Every method returns at once except `idle` and `await_look`."""
 
     @property
     def paused(self) -> bool:
@@ -102,6 +102,22 @@ class Link(Protocol):
 
     def endings(self) -> list[tuple[str, int]]:
         """Take (uid, attempt) of requests to forget: ended or taken over elsewhere. Nothing more is said of them."""
+        ...
+
+    def await_look(self) -> float:
+        """Wait, if need be, until one more step may be planned.
+
+        That is when a look at what has ended is taken in that began after the last step but one was planned: at most
+        two steps are planned with a request that has ended.
+
+        Returns:
+            Seconds waited: nearly always 0, as the look is made while steps run; a short time at most, where the
+            broker does not answer.
+        """
+        ...
+
+    def planned(self) -> None:
+        """Note that a step was planned."""
         ...
 
     def publish(self, output: StepOutput) -> None:
