@@ -79,6 +79,7 @@ class ForwardContext:
         logits_index: (num_wanted,) int64, tokens whose logits are wanted; None for all.
         fused: the same attention where it can also do what comes before; layers prefer it.
         num_decode: the first tokens are those of decode rows.
+        mapping: (num_tokens,) int32, negative for tokens that only pad the step; None: there are none.
         few: there are so few tokens, and all their final states are wanted, that layers with a form for that use it.
     """
 
@@ -87,4 +88,5 @@ class ForwardContext:
     logits_index: Tensor | None
     fused: FusedAttention | None = None
     num_decode: int = 0
+    mapping: Tensor | None = None
     few: bool = False

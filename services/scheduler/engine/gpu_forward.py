@@ -244,7 +244,8 @@ class Forward:
         attention.begin()
         few = prefill is None and index is None and num_tokens <= FEW_TOKENS
         with torch.inference_mode():
-            return self._model.forward(input_ids, ForwardContext(positions, attention, index, attention, few=few))
+            context = ForwardContext(positions, attention, index, attention, mapping=mapping, few=few)
+            return self._model.forward(input_ids, context)
 
 
 def _most_tiles(tokens: int) -> int:

@@ -102,3 +102,25 @@ def test_the_others(dtype: str) -> None:
         gumbel_sample(logits, floats, seeds, limits=limits, out=ints(3), feed=(ints(3), ints(9)))
         check(16)
     """)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_experts(dtype: str) -> None:
+    compile_for_gpu(f"""
+        from services.scheduler.engine.kernels.few_experts import add_few_experts
+        from services.scheduler.engine.kernels.grouped_linear import combine, multiply
+        from services.scheduler.engine.kernels.route import Routing, route, sort_pairs
+        dtype = torch.{dtype}
+        x = torch.zeros(6, 2048, dtype=dtype)
+        gate_up = torch.zeros(1, 2 * 768, 2048, dtype=dtype).expand(128, -1, -1)
+        down = torch.zeros(1, 2048, 768, dtype=dtype).expand(128, -1, -1)
+        route(torch.zeros(6, 128, dtype=dtype), 8, normalise=True, mapping=ints(6))
+        routing = Routing(ints(6, 8), torch.ones(6, 8), 128)
+        for tile in (16, 32, 64):
+            pairs = sort_pairs(routing, tile)
+            inner = multiply(x, gate_up, pairs, per_token=8, gated=True)
+            answers = multiply(inner, down, pairs)
+        combine(answers, pairs, routing)
+        add_few_experts(x, gate_up, down, routing, (x[0], 1e-6))
+        check(1 + 3 * 3 + 1 + 2)
+    """)

@@ -21,7 +21,8 @@ _MAX_SIZE: Final = 8192
 
 
 @triton.jit
-def _input(x, norm_weight, k, inside, eps, size, NORM: tl.constexpr, dtype: tl.constexpr):
+def make_input(x, norm_weight, k, inside, eps, size, NORM: tl.constexpr, dtype: tl.constexpr):
+    """One token's numbers in float32, through a norm where there is one."""
     value = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
@@ -48,7 +49,7 @@ def _few_kernel(
         other = tl.load(at + num_out.to(tl.int64) * size, mask=inside[None, :], other=0.0)
     chain.follow(CHAIN)
     for m in tl.static_range(TOKENS):
-        value = _input(x + m * stride_x, norm_weight, k, inside, eps, size, NORM, dtype)
+        value = make_input(x + m * stride_x, norm_weight, k, inside, eps, size, NORM, dtype)
         result = tl.sum(weight.to(tl.float32) * value[None, :], 1).to(dtype)
         at_out = out + m * stride_out + n
         if GATED:

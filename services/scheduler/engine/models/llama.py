@@ -13,7 +13,7 @@ from services.scheduler.engine.context import ForwardContext
 from services.scheduler.engine.layers.activation import activation, silu_and_mul
 from services.scheduler.engine.layers.attention import Attention
 from services.scheduler.engine.layers.embedding import Embedding, Head
-from services.scheduler.engine.layers.few import FewLayer, make_few
+from services.scheduler.engine.layers.few import FewFeedForward, FewLayer, make_few, make_few_mlp
 from services.scheduler.engine.layers.linear import By, Linear
 from services.scheduler.engine.layers.norm import RMSNorm
 from services.scheduler.engine.layers.rotary import Angles, Rotary
@@ -173,17 +173,15 @@ class LlamaLayer:
 
     def make_few(self) -> FewLayer | None:
         """Make its form for few tokens, once its weights are there; None where it has none."""
-        mlp, attention = self.mlp, self.attention
+        attention, feed_forward = self.attention, self.make_few_feed_forward()
+        return make_few(self.input_norm, attention.qkv, attention.attention, attention.output, feed_forward)
+
+    def make_few_feed_forward(self) -> FewFeedForward | None:
+        """Make that form of its feed-forward part."""
+        mlp = self.mlp
         if not isinstance(mlp, LlamaMLP) or mlp.activate is not silu_and_mul:
             return None
-        return make_few(
-            (self.input_norm, self.mlp_norm),
-            attention.qkv,
-            attention.attention,
-            attention.output,
-            mlp.gate_up,
-            mlp.down,
-        )
+        return make_few_mlp(self.mlp_norm, mlp.gate_up, mlp.down)
 
     def targets(self, prefix: str) -> Targets:
         """The tensors of the checkpoint that fill it."""

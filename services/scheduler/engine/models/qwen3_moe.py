@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from services.scheduler.engine.context import ForwardContext
+from services.scheduler.engine.layers.few import FewFeedForward
 from services.scheduler.engine.layers.moe import Experts
 from services.scheduler.engine.models.config import ModelConfig
 from services.scheduler.engine.models.llama import FeedForward, LlamaMLP, LlamaModel, Targets
@@ -31,7 +32,7 @@ class Qwen3Experts:
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """(num_tokens, hidden_size) -> the same shape."""
-        return self.experts(x)
+        return self.experts(x, context.mapping)
 
     def targets(self, prefix: str) -> Targets:
         """The tensors of the checkpoint that fill it."""
@@ -53,6 +54,12 @@ class Qwen3MoeLayer(Qwen3Layer):
         """Make the feed-forward part of this layer."""
         kind = LlamaMLP if layer_id in config.dense_layers else Qwen3Experts
         return kind(config, layer_id, dtype, device, comm)
+
+    def make_few_feed_forward(self) -> FewFeedForward | None:
+        """Make the form for few tokens of that part."""
+        if isinstance(self.mlp, Qwen3Experts):
+            return self.mlp.experts.make_few(self.mlp_norm)
+        return super().make_few_feed_forward()
 
 
 class Qwen3MoeModel(LlamaModel):
