@@ -22,7 +22,12 @@ from services.scheduler.engine.kernels.decode_attention import (
 from services.scheduler.engine.kernels.elementwise import rms_norm, silu_mul
 from services.scheduler.engine.kernels.gumbel import gumbel_sample
 from services.scheduler.engine.kernels.limits import keep_limits
-from services.scheduler.engine.kernels.prefill_attention import list_tiles, prefill_attention
+from services.scheduler.engine.kernels.prefill_attention import (
+    PrefillShape,
+    PrefillWorkspace,
+    list_pieces,
+    prefill_attention,
+)
 from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store, qkv_reference
 from shared.model_files import locate
 from shared.sampling import SamplingParams
@@ -108,15 +113,18 @@ def test_decode_attention(rows: int, group: int, window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("group", [1, 2, 5])
 def test_prefill_attention(group: int, window: int | None) -> None:
-    starts, lengths = np.array([0, 640, 100, 2000]), np.array([1500, 1, 129, 333])
+    starts, lengths = np.array([0, 640, 100, 2000, 31_000]), np.array([1500, 1, 129, 333, 70])
     ends = (starts + lengths).tolist()
     paged = Paged(ends)
     offsets = np.cumsum(lengths) - lengths
     q = torch.randn(int(lengths.sum()), KV * group, DIM, device="cuda").bfloat16()
     out = torch.full_like(q, torch.nan)
-    ints = [torch.from_numpy(x).int().cuda() for x in (starts, lengths, offsets, list_tiles(starts, lengths))]
-    slots = torch.arange(4).int().cuda()
-    prefill_attention(q, paged.keys, paged.values, paged.table, slots, *ints, out, DIM**-0.5, window)
+    shape = PrefillShape.of(KV * group, KV, torch.cuda.get_device_properties(0).multi_processor_count)
+    workspace = PrefillWorkspace.allocate(shape, DIM, q.device)
+    ints = [torch.from_numpy(x).int().cuda() for x in (starts, lengths, offsets, list_pieces(starts, lengths, shape))]
+    slots = torch.arange(5).int().cuda()
+    for _ in range(3):
+        prefill_attention(workspace, q, paged.keys, paged.values, paged.table, slots, *ints, out, DIM**-0.5, window)
     for row, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         found = out[offset : offset + length]
         assert error(found, attend(q[offset : offset + length], *paged.row(row, ends[row]), window)) < 1e-2

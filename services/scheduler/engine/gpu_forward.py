@@ -19,15 +19,21 @@ from services.scheduler.engine.context import ForwardContext
 from services.scheduler.engine.graph import StepGraphs, mixed_sizes
 from services.scheduler.engine.kernels.decode_attention import DecodeWorkspace, decode_shape
 from services.scheduler.engine.kernels.few_linear import MAX_TOKENS as FEW_TOKENS
-from services.scheduler.engine.kernels.prefill_attention import TILE, list_tiles
+from services.scheduler.engine.kernels.prefill_attention import (
+    PIECE_WORDS,
+    PrefillShape,
+    PrefillWorkspace,
+    list_pieces,
+)
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.models.llama import LlamaModel
 from services.scheduler.engine.staging import StepBlock, StepImage
 from services.scheduler.engine.stream import new_stream
 
 MAX_CHUNKS: Final = 16
-"""Prompt chunks of a step that is replayed; the place behind them stays empty, and padding tiles belong to it."""
+"""Prompt chunks of a step that is replayed; the place behind them stays empty, and padding pieces belong to it."""
 _PROGRAMS_PER_SM: Final = 8
+_NO_PIECE: Final = np.array([MAX_CHUNKS, *[0] * (PIECE_WORDS - 1)], np.int32)
 Places = npt.NDArray[np.int64]
 
 
@@ -56,7 +62,10 @@ class Forward:
         self._limits = limits
         self._multiprocessors = multiprocessors
         columns = min(-(-limits.max_seq_len // limits.page_size), limits.num_pages)
-        self.block = StepBlock(limits.max_running, columns, limits.max_step_tokens, TILE, device)
+        self._shape = PrefillShape.of(config.num_qo_heads, config.num_kv_heads, multiprocessors)
+        self._prefill_workspace = PrefillWorkspace.allocate(self._shape, config.head_dim, device)
+        most = self._shape.max_pieces(limits.max_step_tokens, max(limits.max_running, MAX_CHUNKS))
+        self.block = StepBlock(limits.max_running, columns, limits.max_step_tokens, PIECE_WORDS * most, device)
         self._workspace = DecodeWorkspace.allocate(
             limits.max_running, limits.max_seq_len, config.num_qo_heads, config.num_kv_heads, config.head_dim, device,
             max_programs=_PROGRAMS_PER_SM * multiprocessors,
@@ -101,14 +110,14 @@ class Forward:
         num_decode = batch.num_rows if single else int((batch.lengths != 1).argmax())
         num_chunks, num_tokens = batch.num_rows - num_decode, len(batch.input_ids)
         tokens = None if batch.scores or num_chunks > MAX_CHUNKS else self.mixed_graphs.size_for(num_tokens)
-        tiles, num_wanted = self._put_mixed(image, batch, rows, num_decode, tokens)
+        pieces, num_wanted = self._put_mixed(image, batch, rows, num_decode, tokens)
         image.send(whole=True)
         self.path = "eager" if tokens is None else "mixed_graph"
         if tokens is not None:
             return self.mixed_graphs.replay(tokens), None
         input_ids = self.block.lay_out("token_", num_tokens)
         decode = self._decode_rows(num_decode) if num_decode else None
-        prefill = self._prefill_rows(num_chunks, tiles) if num_chunks else None
+        prefill = self._prefill_rows(num_chunks, pieces) if num_chunks else None
         index = None if num_wanted == num_tokens else self.block.view("wanted", num_wanted)
         return self._states(input_ids, "token_", decode, prefill, index), None
 
@@ -153,7 +162,7 @@ class Forward:
     def _put_mixed(
         self, image: StepImage, batch: Batch, rows: Places, num_decode: int, padded: int | None
     ) -> tuple[int, int]:
-        """Write down a step of any rows, with padding up to so many tokens; returns numbers of tiles and states."""
+        """Write down a step of any rows, with padding up to so many tokens; returns numbers of pieces and states."""
         size = self._limits.page_size
         starts, lengths = batch.starts.astype(np.int64), batch.lengths.astype(np.int64)
         ends = np.cumsum(lengths)
@@ -161,7 +170,7 @@ class Forward:
         token_rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(num_tokens) - (offsets - starts)[token_rows]
         chunks = slice(num_decode, batch.num_rows)
-        tiles = list_tiles(starts[chunks], lengths[chunks])
+        pieces = list_pieces(starts[chunks], lengths[chunks], self._shape)
         scored = [offsets[score.row] + np.arange(len(score.targets)) for score in batch.scores]
         wanted = np.concatenate((ends[rows] - 1, *scored))
         image.put("slots", batch.slots[:num_decode])
@@ -170,19 +179,19 @@ class Forward:
         image.put("chunk_starts", starts[chunks])
         image.put("chunk_lengths", lengths[chunks])
         image.put("chunk_offsets", offsets[chunks])
-        image.put("tiles", tiles)
+        image.put("pieces", pieces)
         image.put("token_ids", batch.input_ids)
         image.put("token_slots", batch.slots[token_rows])
         image.put("token_positions", positions)
         image.put("token_mapping", batch.page_table[token_rows, positions // size] * size + positions % size)
         image.put("wanted", wanted)
         if padded is not None:
-            self._pad_mixed(image, num_decode, len(lengths) - num_decode, len(tiles), num_tokens, padded)
+            self._pad_mixed(image, num_decode, len(lengths) - num_decode, len(pieces), num_tokens, padded)
             image.fill("wanted", len(wanted), self._num_states(padded), 0)
-        return len(tiles), len(wanted)
+        return len(pieces), len(wanted)
 
     def _pad_mixed(
-        self, image: StepImage, num_decode: int, num_chunks: int, num_tiles: int, num_tokens: int, padded: int
+        self, image: StepImage, num_decode: int, num_chunks: int, num_pieces: int, num_tokens: int, padded: int
     ) -> None:
         """Write padding behind what is there, up to so many tokens."""
         rows = self._num_states(padded)
@@ -191,9 +200,7 @@ class Forward:
         image.fill("chunk_slots", num_chunks, MAX_CHUNKS + 1, self.block.padding_slot)
         for name in ("chunk_starts", "chunk_lengths", "chunk_offsets"):
             image.fill(name, num_chunks, MAX_CHUNKS + 1, 0)
-        most = _most_tiles(padded)
-        image.fill("tiles", 2 * num_tiles, 2 * most, 0)
-        image.fill_pairs("tiles", num_tiles, most, MAX_CHUNKS)
+        image.fill_lines("pieces", num_pieces, self._most_pieces(padded), _NO_PIECE)
         for name in ("token_ids", "token_positions"):
             image.fill(name, num_tokens, padded, 0)
         image.fill("token_mapping", num_tokens, padded, -1)
@@ -210,10 +217,10 @@ class Forward:
         shape = decode_shape(rows, self._multiprocessors)
         return DecodeRows(self.block.view("slots", rows), self.block.view("seq_lens", rows), shape)
 
-    def _prefill_rows(self, chunks: int, tiles: int) -> PrefillRows:
+    def _prefill_rows(self, chunks: int, pieces: int) -> PrefillRows:
         names = ("chunk_slots", "chunk_starts", "chunk_lengths", "chunk_offsets")
         slots, starts, lengths, offsets = (self.block.view(name, chunks) for name in names)
-        return PrefillRows(slots, starts, lengths, offsets, self.block.view("tiles", 2 * tiles).view(-1, 2))
+        return PrefillRows(slots, starts, lengths, offsets, self._pieces(pieces))
 
     def _decode_states(self, rows: int) -> Tensor:
         """A step of single tokens, from the front of the block."""
@@ -223,7 +230,7 @@ class Forward:
         """A step of so many tokens, decode rows first."""
         rows = self._num_states(tokens)
         input_ids = self.block.lay_out("token_", tokens)
-        prefill = self._prefill_rows(MAX_CHUNKS + 1, _most_tiles(tokens))
+        prefill = self._prefill_rows(MAX_CHUNKS + 1, self._most_pieces(tokens))
         return self._states(input_ids, "token_", self._decode_rows(rows), prefill, self.block.view("wanted", rows))
 
     def _states(
@@ -239,7 +246,15 @@ class Forward:
         mapping = self.block.view(f"{prefix}mapping", num_tokens)
         side = self._side if self._side is not None and torch.cuda.is_current_stream_capturing() else None
         attention = TritonAttention(
-            self._cache, self.block.table, self._workspace, positions, mapping, decode, prefill, side
+            self._cache,
+            self.block.table,
+            self._workspace,
+            self._prefill_workspace,
+            positions,
+            mapping,
+            decode,
+            prefill,
+            side,
         )
         attention.begin()
         few = prefill is None and index is None and num_tokens <= FEW_TOKENS
@@ -247,7 +262,9 @@ class Forward:
             context = ForwardContext(positions, attention, index, attention, mapping=mapping, few=few)
             return self._model.forward(input_ids, context)
 
+    def _most_pieces(self, tokens: int) -> int:
+        """Pieces of so many prompt tokens in as many chunks as a replayed step can have."""
+        return self._shape.max_pieces(tokens, MAX_CHUNKS)
 
-def _most_tiles(tokens: int) -> int:
-    """Tiles of so many prompt tokens in as many chunks as a replayed step can have."""
-    return tokens // TILE + MAX_CHUNKS
+    def _pieces(self, count: int) -> Tensor:
+        return self.block.view("pieces", PIECE_WORDS * count).view(-1, PIECE_WORDS)

@@ -33,7 +33,7 @@ class _Section:
     dtype: str = "int32"
 
 
-def _sections(max_rows: int, max_tokens: int, tile: int) -> tuple[list[_Section], list[_Section]]:
+def _sections(max_rows: int, max_tokens: int, piece_words: int) -> tuple[list[_Section], list[_Section]]:
     """The front of the block, and what lies behind it."""
     # The least number of places that a step padded for a graph may fill.
     chunks = max(max_rows, 32)
@@ -57,7 +57,7 @@ def _sections(max_rows: int, max_tokens: int, tile: int) -> tuple[list[_Section]
         _Section("chunk_starts", chunks),
         _Section("chunk_lengths", chunks),
         _Section("chunk_offsets", chunks),
-        _Section("tiles", 2 * (max_tokens // tile + chunks)),
+        _Section("pieces", piece_words),
         _Section("token_ids", max_tokens),
         _Section("token_slots", max_tokens),
         _Section("token_positions", max_tokens),
@@ -77,14 +77,14 @@ class StepBlock:
         padding_slot: slot of padding rows.
     """
 
-    def __init__(self, max_running: int, columns: int, max_tokens: int, tile: int, device: torch.device) -> None:
+    def __init__(self, max_running: int, columns: int, max_tokens: int, piece_words: int, device: torch.device) -> None:
         """Reserve the memory.
 
         Args:
             max_running: request slots; a step has no more rows.
             columns: pages of the longest request.
             max_tokens: tokens of the largest step.
-            tile: tokens of a tile of the prefill kernel.
+            piece_words: of the list of the prefill kernel.
             device: where it lies.
         """
         self.max_rows = max_rows = max_running
@@ -92,7 +92,7 @@ class StepBlock:
         self.table = torch.zeros((max_running + 1, columns), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int32, device=device)
         self._mirror = np.zeros((max_running + 1, columns), dtype=np.int32)
-        front, behind = _sections(max_rows, max(max_tokens, max_rows), tile)
+        front, behind = _sections(max_rows, max(max_tokens, max_rows), piece_words)
         self._places: dict[str, tuple[int, _Section]] = {}
         at = 0
         for section in (*front, *behind):
@@ -199,9 +199,10 @@ class StepImage:
         """Write one value to the entries first .. last - 1."""
         self._image.sections[name][first:last] = value
 
-    def fill_pairs(self, name: str, first: int, last: int, value: int) -> None:
-        """Write one value to the first halves of the pairs first .. last - 1."""
-        self._image.sections[name][2 * first : 2 * last : 2] = value
+    def fill_lines(self, name: str, first: int, last: int, line: "IntArray") -> None:
+        """Write one line of a section of lines to those of the numbers first .. last - 1."""
+        lines = self._image.sections[name].reshape(-1, len(line))
+        lines[first:last] = line
 
     def put_changes(self, changes: IntArray) -> IntArray:
         """Write down as many changes of the page table as fit; returns those that do not."""

@@ -56,7 +56,7 @@ def compile_for_gpu(code: str) -> None:
 def test_attention(dtype: str, window: int | None) -> None:
     compile_for_gpu(f"""
         from services.scheduler.engine.kernels.decode_attention import *
-        from services.scheduler.engine.kernels.prefill_attention import list_tiles, prefill_attention
+        from services.scheduler.engine.kernels.prefill_attention import *
         keys, values = torch.zeros(2, 4, kv, page, dim, dtype=torch.{dtype})
         for group in (2, 5):
             q = torch.zeros(7, kv * group, dim, dtype=torch.{dtype})
@@ -65,8 +65,10 @@ def test_attention(dtype: str, window: int | None) -> None:
                 shape = decode_shape(rows, 132)
                 plan_decode(ws, ints(7), ints(7), kv, shape)
                 decode_attention(ws, shape, q, keys, values, ints(9, 3), ints(7), q, 0.1, {window})
-        tiles = torch.from_numpy(list_tiles(np.array([0]), np.array([7])))
-        prefill_attention(q, keys, values, ints(9, 3), *(ints(1) for _ in range(4)), tiles, q, 0.1, {window})
+        shape = PrefillShape.of(q.shape[1], kv, 132)
+        pieces = torch.from_numpy(list_pieces(np.array([0]), np.array([7]), shape))
+        ws = PrefillWorkspace.allocate(shape, dim, q.device)
+        prefill_attention(ws, q, keys, values, ints(9, 3), *(ints(1) for _ in range(4)), pieces, q, 0.1, {window})
         check(9)
     """)
 

@@ -23,7 +23,8 @@ def interpret(code: str) -> None:
 ATTENTION = """
 import math, torch, numpy as np
 from services.scheduler.engine.kernels.decode_attention import *
-from services.scheduler.engine.kernels.prefill_attention import list_tiles, prefill_attention
+from services.scheduler.engine.kernels import prefill_attention as prefill_kernel
+from services.scheduler.engine.kernels.prefill_attention import *
 kv, dim, page = 2, 64, 16
 k, v = torch.randn(2, 100, kv, page, dim)
 def dense(q, pages, window):
@@ -67,19 +68,25 @@ def test_decode_attention_equals_dense_attention_for_any_lengths(window: int | N
 
 
 @pytest.mark.parametrize("window", [None, 90])
-def test_prefill_attention_equals_dense_attention_for_any_chunks(window: int | None) -> None:
+@pytest.mark.parametrize("cut", [False, True])
+def test_prefill_attention_equals_dense_attention_for_any_chunks(window: int | None, cut: bool) -> None:
     interpret(f"""{textwrap.indent(ATTENTION, " " * 8)}
         torch.manual_seed(4)
         group, starts, lengths = 3, np.array([0, 100, 7, 63]), np.array([300, 1, 130, 128])
         offsets = np.cumsum(lengths) - lengths + 2  # two tokens of others come first
-        tiles = list_tiles(starts, lengths)
-        assert len(tiles) == 3 + 1 + 2 + 1
+        prefill_kernel.MIN_PIECE = 64
+        shape = PrefillShape(group, kv, 64 if {cut} else 1)
+        pieces = list_pieces(starts, lengths, shape)
+        assert len(pieces) > 20 if {cut} else len(pieces) == 8 + 1 + 4 + 3
+        ws = PrefillWorkspace.allocate(shape, dim, torch.device("cpu"))
         table = torch.stack([torch.randperm(100)[:20] for _ in lengths]).int()
         slots = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
         q = torch.randn(2 + lengths.sum(), kv * group, dim)
         out = torch.full_like(q, 7.0)
-        ints = [torch.from_numpy(x).int() for x in (starts, lengths, offsets, tiles)]
-        prefill_attention(q, k, v, table, slots, *ints[:3], ints[3], out, 1 / math.sqrt(dim), {window})
+        ints = [torch.from_numpy(x).int() for x in (starts, lengths, offsets, pieces)]
+        for _ in range(2):  # again, with the counters of the launch before
+            prefill_attention(ws, q, k, v, table, slots, *ints, out, 1 / math.sqrt(dim), {window})
+        assert int(ws.arrivals.abs().sum()) == 0
         assert (out[:2] == 7.0).all()
         for row, (start, n, at) in enumerate(zip(starts, lengths, offsets)):
             pages = table[slots[row], : -(-(start + n) // page)]

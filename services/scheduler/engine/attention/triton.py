@@ -17,7 +17,7 @@ from services.scheduler.engine.kernels.decode_attention import (
     plan_decode,
 )
 from services.scheduler.engine.kernels.elementwise import store_kv
-from services.scheduler.engine.kernels.prefill_attention import prefill_attention
+from services.scheduler.engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store
 from services.scheduler.engine.kvcache import KVCache
 
@@ -46,14 +46,14 @@ class PrefillRows:
         starts: (rows,) tokens before the chunk.
         lengths: (rows,) tokens of the chunk.
         offsets: (rows,) first token of the chunk in the step.
-        tiles: (num_tiles, 2) from `list_tiles`.
+        pieces: (num_pieces, PIECE_WORDS) from `list_pieces`.
     """
 
     slots: Tensor
     starts: Tensor
     lengths: Tensor
     offsets: Tensor
-    tiles: Tensor
+    pieces: Tensor
 
 
 class TritonAttention:
@@ -64,6 +64,7 @@ class TritonAttention:
         cache: KVCache,
         table: Tensor,
         workspace: DecodeWorkspace,
+        prefill_workspace: PrefillWorkspace,
         positions: Tensor,
         mapping: Tensor,
         decode: DecodeRows | None,
@@ -76,6 +77,7 @@ class TritonAttention:
             cache: the pool.
             table: (slots, columns) int32, device; the page table.
             workspace: of the decode kernel.
+            prefill_workspace: of the prefill kernel.
             positions: (num_tokens,) int32, device; place of each token in its request.
             mapping: (num_tokens,) int32, device; where its keys and values go, or -1.
             decode: the leading rows of one token.
@@ -86,6 +88,7 @@ class TritonAttention:
         self._cache = cache
         self._table = table
         self._workspace = workspace
+        self._prefill_workspace = prefill_workspace
         self._positions = positions
         self._mapping = mapping
         self._decode = decode
@@ -148,8 +151,8 @@ class TritonAttention:
         if prefill is not None:
             with torch.cuda.stream(self._side) if beside else nullcontext():
                 prefill_attention(
-                    q, keys, values, self._table, prefill.slots, prefill.starts, prefill.lengths, prefill.offsets,
-                    prefill.tiles, out, scale, window,
+                    self._prefill_workspace, q, keys, values, self._table, prefill.slots, prefill.starts,
+                    prefill.lengths, prefill.offsets, prefill.pieces, out, scale, window,
                 )  # fmt: skip
         if decode is not None:
             decode_attention(
