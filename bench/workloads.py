@@ -42,6 +42,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "tie_word_embeddings": False,
     },
+    "Qwen3-30B-A3B": QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 
 
@@ -80,21 +97,52 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A model in numbers: weights of all layers and of the head, and bytes of KV per token, bf16."""
+    """A model in numbers, bf16.
+
+    Attributes:
+        layer_weights: of all layers, that every token is multiplied by.
+        head_weights: of the head.
+        kv_bytes_per_token: of all layers.
+        expert_weights: one expert in every layer; 0 in a model without experts.
+        num_experts: of a layer.
+        per_token: experts that a token is multiplied by.
+    """
 
     layer_weights: int
     head_weights: int
     kv_bytes_per_token: int
+    expert_weights: int = 0
+    num_experts: int = 0
+    per_token: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Sizes":
         """Count them."""
         hidden, dim = config["hidden_size"], config["head_dim"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        attention = hidden * dim * (2 * heads + 2 * kv_heads)
-        layer = attention + 3 * hidden * config["intermediate_size"]
-        layers = config["num_hidden_layers"]
-        return cls(layer * layers, hidden * config["vocab_size"], 2 * 2 * kv_heads * dim * layers)
+        layers, experts = config["num_hidden_layers"], config.get("num_experts", 0)
+        layer = hidden * dim * (2 * heads + 2 * kv_heads)
+        layer += hidden * experts if experts else 3 * hidden * config["intermediate_size"]
+        return cls(
+            layer * layers,
+            hidden * config["vocab_size"],
+            2 * 2 * kv_heads * dim * layers,
+            3 * hidden * config.get("moe_intermediate_size", 0) * layers,
+            experts,
+            config.get("num_experts_per_tok", 0),
+        )
+
+    @property
+    def token_weights(self) -> int:
+        """Weights of the layers that a token is multiplied by."""
+        return self.layer_weights + self.per_token * self.expert_weights
+
+    def read_weights(self, num_tokens: int) -> float:
+        """Weights of layers that a step of so many tokens reads: of experts, those that are hit in the mean."""
+        if not self.num_experts:
+            return self.layer_weights
+        missed = (1 - self.per_token / self.num_experts) ** num_tokens
+        return self.layer_weights + self.expert_weights * self.num_experts * (1 - missed)
 
 
 def floor_s(sizes: Sizes, lengths: list[tuple[int, int]], ceilings: Ceilings) -> float:
@@ -103,12 +151,12 @@ def floor_s(sizes: Sizes, lengths: list[tuple[int, int]], ceilings: Ceilings) ->
     It counts the products of all prompts, and per decode step the weights read once (or their products, where those
     take longer) and the KV of each row read once.
     """
-    weights = sizes.layer_weights + sizes.head_weights
     prompt_tokens = sum(prompt for prompt, _ in lengths)
-    total = 2.0 * sizes.layer_weights * prompt_tokens / ceilings.flops_per_s
+    total = 2.0 * sizes.token_weights * prompt_tokens / ceilings.flops_per_s
     for step in range(1, max(answer for _, answer in lengths)):
         rows = [prompt + step for prompt, answer in lengths if answer > step]
-        reads = 2.0 * weights / ceilings.bytes_per_s
-        total += max(reads, 2.0 * weights * len(rows) / ceilings.flops_per_s)
+        reads = 2.0 * (sizes.read_weights(len(rows)) + sizes.head_weights) / ceilings.bytes_per_s
+        products = 2.0 * (sizes.token_weights + sizes.head_weights) * len(rows) / ceilings.flops_per_s
+        total += max(reads, products)
         total += sum(rows) * sizes.kv_bytes_per_token / ceilings.bytes_per_s
     return total
