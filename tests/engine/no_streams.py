@@ -48,6 +48,9 @@ class _Moment:
     def synchronize(self) -> None:
         """It has passed."""
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, later: Mark) -> float:
         assert isinstance(later, _Moment)
         return 1e3 * (later._at - self._at)

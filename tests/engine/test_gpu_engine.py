@@ -19,6 +19,7 @@ from services.scheduler.core.ports import EngineLimits
 from services.scheduler.engine import gpu_forward
 from services.scheduler.engine.engine import build_engine
 from services.scheduler.engine.gpu import GpuEngine
+from services.scheduler.engine.gpu_rank import GpuRank
 from services.scheduler.engine.graph import StepGraphs
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.models.config import read_config
@@ -40,7 +41,7 @@ LIMITS = EngineLimits("x", config.vocab_size, frozenset(files.eos_token_ids), 51
 
 def new_engine():
     cache = KVCache.for_model(config, 64, 16, torch.float32, cpu)
-    return GpuEngine(model, cache, LIMITS, NoStreams())
+    return GpuEngine(GpuRank(model, cache, LIMITS, NoStreams()))
 
 def prompt(n):
     return np.random.default_rng(n).integers(3, 320, n).tolist()
@@ -98,12 +99,12 @@ def test_padding_and_replay_change_nothing() -> None:
             return [seq.output for seq in (*seqs, late, running)]
         eager, replayed = new_engine(), new_engine()
         with torch.inference_mode():
-            replayed.capture([1, 4, 8], mixed=True)
+            replayed._rank.capture([1, 4, 8], mixed=True)
         params = SamplingParams(temperature=1.0, top_k=50, seed=3)
         assert play_through(eager, params) == play_through(replayed, params)
         assert (eager._run.path, replayed._run.path) == ("eager", "decode_graph")
         times = [{size: graph.times for size, (graph, _) in graphs._graphs.items()}
-                 for graphs in (replayed._run.decode_graphs, replayed._run.mixed_graphs, replayed._draws)]
+                 for graphs in (replayed._run.decode_graphs, replayed._run.mixed_graphs, replayed._rank.draws["whole"])]
         assert times[0][4] == times[2][4] == 4 and sum(times[1].values()) >= 5, times
         replayed.close()
     """)

@@ -4,9 +4,10 @@ Owns the choice between the engines; what they do is theirs.
 """
 
 import logging
+import os
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -19,7 +20,7 @@ from services.scheduler.engine.models.config import ModelConfig
 from services.scheduler.engine.models.llama import LlamaModel, Model
 from services.scheduler.engine.models.registry import describe, is_own, model_class
 from services.scheduler.engine.parallel.comm import SOLO, Comm, GroupComm, open_store
-from services.scheduler.engine.parallel.group import Followers
+from services.scheduler.engine.parallel.group import Followers, RankLost
 from services.scheduler.engine.parallel.state import Ranks
 from services.scheduler.engine.weights.loader import load_weights
 from shared.errors import ConfigError
@@ -90,11 +91,11 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> Engine:
     """
     started = time.monotonic()
     plan = plan_model(config, files, Ranks(0, config.ranks))
-    on_gpu = config.ranks == 1 and _runs_on_kernels(plan, config.attention_backend)
+    on_gpu = runs_on_kernels(plan, config.attention_backend)
     if config.cuda_graph_max_bs and not on_gpu:
         log.warning("cuda_graph_max_bs is %d, but this engine captures no graphs", config.cuda_graph_max_bs)
     if config.ranks > 1:
-        engine: Engine = _start_ranks(plan, config, files)
+        engine: Engine = _start_ranks(plan, config, files, on_gpu=on_gpu)
     elif on_gpu:
         from services.scheduler.engine.gpu_start import start_gpu_engine  # Triton only where it is used
 
@@ -227,15 +228,21 @@ def _sized(limits: EngineLimits, cache: KVCache) -> EngineLimits:
     return replace(limits, num_pages=cache.num_pages, kv_bytes=cache.nbytes)
 
 
-def _start_ranks(plan: ModelPlan, config: EngineConfig, files: "ModelFiles") -> LocalEngine:
+def _start_ranks(plan: ModelPlan, config: EngineConfig, files: "ModelFiles", *, on_gpu: bool) -> Engine:
     """Start the other ranks, and load this one's piece while they load theirs."""
     store = open_store(config.ranks)
     followers = Followers(config.ranks, store.port, str(files.path), asdict(config))
+    if plan.device.type == "cuda":
+        followers.watch(_end_start)
     try:
         followers.wait_ready()  # they are there
-        comm = GroupComm(plan.ranks, store, plan.device)
+        comm = make_comm(plan, store)
         model = load_model(plan, files, comm)
         followers.wait_ready()  # they have their weights
+        if on_gpu:
+            from services.scheduler.engine.gpu_start import start_gpu_engine
+
+            return start_gpu_engine(model, plan.limits, plan.pool, config.cuda_graph_max_bs, comm, followers)
         cache = make_cache(plan, model, comm)
         engine = LocalEngine(
             model, cache, _sized(plan.limits, cache), config.attention_backend, plan.threads, comm, followers
@@ -247,6 +254,23 @@ def _start_ranks(plan: ModelPlan, config: EngineConfig, files: "ModelFiles") -> 
     return engine
 
 
+def make_comm(plan: ModelPlan, store: Any) -> Comm:
+    """Meet the other ranks."""
+    if plan.device.type == "cpu":
+        return GroupComm(plan.ranks, store, plan.device)
+    from services.scheduler.engine.parallel.device_comm import DeviceComm  # Triton only where it is used
+
+    torch.cuda.set_device(plan.device)
+    return DeviceComm(plan.ranks, store, plan.device)
+
+
+def _end_start(lost: RankLost) -> None:
+    """End a start that waits on its GPU for a rank that is gone; what that rank lacked it has said itself."""
+    log.critical("the start ends: %s", lost)
+    logging.shutdown()
+    os._exit(1)
+
+
 def _max_seq_len(config: EngineConfig, of_model: int) -> int:
     if config.max_seq_len is None:
         return of_model
@@ -255,8 +279,8 @@ def _max_seq_len(config: EngineConfig, of_model: int) -> int:
     return config.max_seq_len
 
 
-def _runs_on_kernels(plan: ModelPlan, backend: str) -> bool:
-    """Whether the engine for GPUs runs this model, on one rank."""
+def runs_on_kernels(plan: ModelPlan, backend: str) -> bool:
+    """Whether the engine for GPUs runs this model."""
     return plan.device.type == "cuda" and is_own(plan.model.architecture) and _has_kernels(backend, plan.model)
 
 

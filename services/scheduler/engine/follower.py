@@ -10,23 +10,35 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from services.scheduler.engine.device import set_threads
-from services.scheduler.engine.engine import EngineConfig, load_model, make_cache, plan_model
+from services.scheduler.engine.engine import (
+    EngineConfig,
+    ModelPlan,
+    load_model,
+    make_cache,
+    make_comm,
+    plan_model,
+    runs_on_kernels,
+)
 from services.scheduler.engine.local import FollowerEngine
-from services.scheduler.engine.parallel.comm import GroupComm, join_store
+from services.scheduler.engine.models.llama import LlamaModel
+from services.scheduler.engine.parallel.comm import Comm, join_store
 from services.scheduler.engine.parallel.control import (
     Channel,
     Closed,
+    Message,
     Ready,
     Setup,
     WireBatch,
     decode_batch,
     encode,
 )
+from services.scheduler.engine.parallel.orders import Order
 from services.scheduler.engine.parallel.state import Ranks
 from shared.errors import ConfigError
 from shared.model_files import locate
@@ -35,6 +47,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAULT: Final = 1
 _LOOK_S: Final = 0.5
+_TOLD_S: Final = 10.0
 
 
 def main(fd: int) -> int:
@@ -44,34 +57,64 @@ def main(fd: int) -> int:
     setup = channel.receive()
     assert isinstance(setup, Setup)
     try:
-        engine, threads = _start(channel, setup)
+        follow, end = _start(channel, setup)
     except ConfigError as e:
+        log.error("rank %d cannot start: %s", setup.rank, e)
         channel.send(encode(Ready(str(e))))
+        channel.wait_closed(_TOLD_S)  # rank 0 ends this rank, unless it waits on its GPU for it
         return EXIT_FAULT
-    set_threads(threads)
-    with torch.inference_mode():
-        while True:
-            try:
-                wire = channel.receive()
-            except Closed:
-                return 0
-            assert isinstance(wire, WireBatch)
-            engine.compute(decode_batch(wire))
+    while True:
+        try:
+            message = channel.receive()
+        except Closed:
+            end()
+            return 0
+        follow(message)
 
 
-def _start(channel: Channel, setup: Setup) -> tuple[FollowerEngine, int]:
+Follow = Callable[[Message], None]
+
+
+def _start(channel: Channel, setup: Setup) -> tuple[Follow, Callable[[], None]]:
+    """Load the model; returns what follows a message, and what ends this rank."""
     config = EngineConfig(**setup.config)
     files = locate(setup.model)
     ranks = Ranks(setup.rank, setup.size)
     plan = plan_model(config, files, ranks)
-    if plan.device.type == "cuda":
-        torch.cuda.set_device(plan.device)
     channel.send(encode(Ready()))
-    comm = GroupComm(ranks, join_store(setup.port, setup.size), plan.device)
+    comm = make_comm(plan, join_store(setup.port, setup.size))
     model = load_model(plan, files, comm)
     channel.send(encode(Ready()))
+    set_threads(plan.threads)
+    if runs_on_kernels(plan, config.attention_backend):
+        return _start_on_gpu(plan, config, model, comm)
     cache = make_cache(plan, model, comm)
-    return FollowerEngine(model, cache, plan.limits, config.attention_backend, comm), plan.threads
+    engine = FollowerEngine(model, cache, plan.limits, config.attention_backend, comm)
+
+    def follow(message: Message) -> None:
+        assert isinstance(message, WireBatch)
+        with torch.inference_mode():
+            engine.compute(decode_batch(message))
+
+    return follow, lambda: None
+
+
+def _start_on_gpu(
+    plan: ModelPlan, config: EngineConfig, model: LlamaModel, comm: Comm
+) -> tuple[Follow, Callable[[], None]]:
+    from services.scheduler.engine.gpu_start import start_gpu_follower  # Triton only where it is used
+
+    gpu = start_gpu_follower(model, plan.limits, plan.pool, config.cuda_graph_max_bs, comm)
+
+    def follow(message: Message) -> None:
+        assert isinstance(message, Order)
+        gpu.follow(message)
+
+    def end() -> None:
+        gpu.close()
+        os._exit(0)  # nothing is left to do, and the group of ranks would wait for the others
+
+    return follow, end
 
 
 def _end_with(parent: int) -> None:

@@ -1,26 +1,41 @@
-"""The engine of one GPU: steps are launched behind each other and the host waits for nothing but drawn tokens.
+"""The engine of GPUs: steps are launched behind each other and the host waits for nothing but drawn tokens.
 
-One stream computes, another carries drawn tokens to the host. All calls come from the step loop's thread. Knows
-slots, pages and steps; knows neither requests, nor the broker, nor how a batch was chosen.
+One stream computes, another carries drawn tokens to the host. Of several GPUs this is rank 0, which tells the others
+what it launches. All calls come from the step loop's thread. Knows slots, pages and steps; knows neither requests,
+nor the broker, nor how a batch was chosen.
 """
 
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.scheduler.core.batch import Batch, MaskArray, PositionLogprobs, StepPath, StepResult
+from services.scheduler.core.batch import Batch, IntArray, MaskArray, PositionLogprobs, StepPath, StepResult
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
-from services.scheduler.engine.gpu_forward import Forward
-from services.scheduler.engine.graph import StepGraphs
-from services.scheduler.engine.kvcache import KVCache
-from services.scheduler.engine.models.llama import LlamaModel
+from services.scheduler.engine.gpu_rank import GpuRank
+from services.scheduler.engine.parallel.group import Followers, RankLost
+from services.scheduler.engine.parallel.orders import DrawMode, DrawOrder, PagesOrder, ScoreOrder, StepOrder
 from services.scheduler.engine.sampler import Guides, score_tokens
-from services.scheduler.engine.sampler_device import DeviceSampler, PendingLogprobs
+from services.scheduler.engine.sampler_device import PendingLogprobs
 from services.scheduler.engine.staging import NUM_IMAGES
-from services.scheduler.engine.stream import Mark, Streams
+from services.scheduler.engine.stream import Mark
+
+log = logging.getLogger(__name__)
+
+_LOOK_S: Final = 2e-5
+"""Between two looks whether a step has retired, where a lost rank may mean that it never will."""
+_LEAVE_S: Final = 2.0
+"""How long a call may go on when a rank is lost; by then the device is waiting for it in vain."""
 
 Places = npt.NDArray[np.int64]
 
@@ -51,32 +66,32 @@ class GpuStep:
 
 
 class GpuEngine:
-    """An Engine on one GPU; see the module."""
+    """An Engine on GPUs; see the module."""
 
-    def __init__(self, model: LlamaModel, cache: KVCache, limits: EngineLimits, streams: Streams) -> None:
-        """Take over what was loaded and reserve the buffers of a step.
+    def __init__(self, rank: GpuRank, followers: Followers | None = None) -> None:
+        """Take over a GPU.
 
         Args:
-            model: with its weights.
-            cache: the pool; nobody else writes to it.
-            limits: what callers may ask for.
-            streams: where things run.
+            rank: what it does.
+            followers: the other ranks of the model; they end with the engine.
         """
-        self._model = model
-        self._limits = limits
-        self._streams = streams
-        self._run = Forward(model, cache, limits, streams.multiprocessors)
-        self._sampler = DeviceSampler(limits.max_running, limits.vocab_size, limits.eos_token_ids, self._run.block)
-        self._host_tokens = [streams.pinned(limits.max_running) for _ in range(NUM_IMAGES)]
-        self._draws = StepGraphs("draw", self._draw_states)
+        self._rank = rank
+        self._followers = followers
+        self._run = rank.forward
+        self._sampler = rank.sampler
+        self._streams = rank.streams
+        self._host_tokens = [self._streams.pinned(rank.limits.max_running) for _ in range(NUM_IMAGES)]
         self._num_launched = 0
         self._undrawn: GpuStep | None = None
         self._fault: BaseException | None = None
+        self._is_busy = False
+        if followers is not None:
+            followers.watch(self._lose)
 
     @property
     def limits(self) -> EngineLimits:
         """What it can hold."""
-        return self._limits
+        return self._rank.limits
 
     def launch(self, batch: Batch) -> Step:
         """Start a step behind those already launched and return at once.
@@ -85,30 +100,24 @@ class GpuEngine:
             EngineFault: the device is lost, or the engine is closed.
         """
         assert self._undrawn is None, "a step was launched before the one before it was guided"
-        self._check()
-        try:
-            with torch.inference_mode(), self._streams.compute():
-                for setup in batch.setups:
-                    self._sampler.set_up(setup)
-                step = self._forward(batch)
-                if len(batch.guided):
-                    self._undrawn = step
-                else:
-                    self._draw(step, None)
-                return step
-        except RuntimeError as e:
-            raise self._lost(e) from e
+        with self._working(), self._streams.compute():
+            for setup in batch.setups:
+                self._sampler.set_up(setup)
+            step, mode = self._forward(batch)
+            if len(batch.guided):
+                self._undrawn = step
+            else:
+                self._draw(step, mode, None)
+            return step
 
     def guide(self, step: Step, masks: MaskArray) -> None:
         """Say what the guided rows of a launched step may draw; returns at once."""
         assert isinstance(step, GpuStep) and step is self._undrawn and len(masks) == len(step.batch.guided)
         self._undrawn = None
-        self._check()
-        try:
-            with torch.inference_mode(), self._streams.compute():
-                self._draw(step, Guides(np.searchsorted(step.rows, step.batch.guided), masks))
-        except RuntimeError as e:
-            raise self._lost(e) from e
+        with self._working(), self._streams.compute():
+            if self._followers is not None:
+                self._followers.order(DrawOrder(len(step.rows), "told"))
+            self._draw(step, "told", Guides(np.searchsorted(step.rows, step.batch.guided), masks))
 
     def wait(self, step: Step) -> StepResult:
         """Block, without holding the interpreter, until the step has retired.
@@ -117,14 +126,11 @@ class GpuEngine:
             EngineFault: this step or one before it failed, or the engine is closed.
         """
         assert isinstance(step, GpuStep)
-        self._check()
-        try:
+        with self._working():
             start, end, done = step.marks
-            done.synchronize()
-            with torch.inference_mode(), self._streams.compute():
+            self._pass(done)
+            with self._streams.compute():
                 return self._read(step, start.elapsed_time(end))
-        except RuntimeError as e:
-            raise self._lost(e) from e
 
     def check(self) -> None:
         """See whether the engine can go on.
@@ -138,63 +144,59 @@ class GpuEngine:
         """Let the device finish and free it. Safe to call twice, and from another thread than the others."""
         if self._fault is None:
             self._fault = RuntimeError("the engine is closed")
-            self._streams.finish()
-            for graphs in (self._draws, self._run.decode_graphs, self._run.mixed_graphs):
-                graphs.drop()
-
-    def capture(self, sizes: list[int], *, mixed: bool, show: bool = True) -> None:
-        """Capture the graphs of decode steps of some sizes, and of steps with prompts."""
-        with torch.inference_mode(), self._streams.compute():
-            self._run.capture(sizes, mixed=mixed, show=show)
-            self._draws.capture(self._run.decode_graphs.sizes, show=show)
-
-    def compute_padding(self, num_tokens: int) -> None:
-        """Compute a step of padding, as large as a step can be: what memory it takes is what a step takes."""
-        with torch.inference_mode(), self._streams.compute():
-            self._draw_plain(self._run.compute_padding(num_tokens))
+            self._rank.close()
+            if self._followers is not None:
+                self._followers.close()
+                self._rank.comm.close()
+        elif self._followers is not None:
+            self._followers.close()  # the device may wait for ever for a rank that is gone
 
     # --- the forward pass
 
-    def _forward(self, batch: Batch) -> GpuStep:
+    def _forward(self, batch: Batch) -> tuple[GpuStep, DrawMode]:
         rows = np.flatnonzero(batch.sample)
-        block = self._run.block
+        block, followers = self._run.block, self._followers
         image = block.open()
         changes = image.put_changes(block.changes_of(batch))
         while len(changes):  # many pages at once: those go ahead
+            if followers is not None:
+                followers.order(PagesOrder(image.to_bytes(whole=False)))
             image.send(whole=False)
             block.lay_out("", 1)
             image = block.open()
             changes = image.put_changes(changes)
+        slots = batch.slots[rows]
         padded = self._run.padded_rows(batch, rows) or len(rows)
-        self._sampler.describe(image, batch.slots[rows], batch.out_index[rows], padded)
+        self._sampler.describe(image, slots, batch.out_index[rows], padded)
+        plan, mode = self._run.write(image, batch, rows), self._mode(slots)
+        if followers is not None:
+            now: DrawMode = mode if len(rows) and not len(batch.guided) else "none"
+            scored = [len(score.targets) for score in batch.scores]
+            followers.order(StepOrder(plan, image.to_bytes(whole=plan.is_whole), len(rows), now, scored))
         start = self._streams.mark()
-        hidden, replayed = self._run.run(image, batch, rows)
-        return GpuStep(batch, rows, hidden, replayed, self._run.path, [start, self._streams.mark()])
+        hidden = self._run.launch(image, plan)
+        replayed = plan.size if plan.path == "decode_graph" else None
+        return GpuStep(batch, rows, hidden, replayed, plan.path, [start, self._streams.mark()]), mode
 
     # --- the draw
 
-    def _draw_plain(self, hidden: Tensor) -> None:
-        self._sampler.draw_plain(self._model.logits(hidden))
+    def _mode(self, slots: IntArray) -> DrawMode:
+        """How rows draw that are not guided."""
+        if not self._sampler.is_plain(slots):
+            return "told"
+        return "whole" if self._followers is None or self._sampler.is_filtered(slots) else "pieces"
 
-    def _draw_states(self, rows: int) -> Tensor:
-        """Draw from what the graph of so many rows leaves; may be captured."""
-        self._draw_plain(self._run.decode_graphs.result(rows))
-        return self._sampler.tokens
-
-    def _draw(self, step: GpuStep, guides: Guides | None) -> None:
+    def _draw(self, step: GpuStep, mode: DrawMode, guides: Guides | None) -> None:
         """Draw behind the forward pass, and start the tokens on their way to the host."""
         num, batch = len(step.rows), step.batch
         self._streams.after_copy()
-        if num:
-            slots = batch.slots[step.rows]
-            if guides is None and self._sampler.is_plain(slots):
-                if step.replayed is not None and self._draws.size_for(step.replayed) == step.replayed:
-                    self._draws.replay(step.replayed)
-                else:
-                    self._draw_plain(step.hidden[:num])
-            else:
-                logits = self._model.logits(step.hidden[:num])
-                step.logprobs = self._sampler.draw(logits, slots, batch.out_index[step.rows], guides)
+        if num and mode == "told":
+            logits = self._rank.model.logits(step.hidden[:num])
+            slots, out_index = batch.slots[step.rows], batch.out_index[step.rows]
+            step.logprobs = self._sampler.draw(logits, slots, out_index, guides)
+            self._rank.comm.broadcast(self._sampler.tokens[:num])
+        elif num:
+            self._rank.draw(mode, step.hidden, num, step.replayed)
         if guides is None:
             step.marks[1] = self._streams.mark()
         step.tokens = self._host_tokens[self._num_launched % NUM_IMAGES][:num]
@@ -220,18 +222,70 @@ class GpuEngine:
 
     def _scores(self, step: GpuStep, bad: npt.NDArray[np.bool_]) -> dict[int, PositionLogprobs]:
         scores, first = {}, len(step.rows)
+        if step.batch.scores and self._followers is not None:
+            self._followers.order(ScoreOrder())
         for score in step.batch.scores:
             last = first + len(score.targets)
-            scores[score.row], broken = score_tokens(self._model.logits, step.hidden[first:last], score)
+            scores[score.row], broken = score_tokens(self._rank.model.logits, step.hidden[first:last], score)
             bad[score.row] |= broken
             first = last
         return scores
 
+    # --- faults
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Do something with the device that may fail.
+
+        Raises:
+            EngineFault: it did, or something did before.
+        """
+        self._check()
+        self._is_busy = True
+        try:
+            with torch.inference_mode():
+                yield
+        except RuntimeError as e:
+            if isinstance(e, EngineFault):
+                raise
+            # The device's state is not known any more.
+            self._fault = self._fault or e
+            raise EngineFault(f"a step failed: {e!r}") from e
+        finally:
+            self._is_busy = False
+
     def _check(self) -> None:
         if self._fault is not None:
-            raise EngineFault(f"the engine cannot go on: {self._fault!r}") from self._fault
+            raise EngineFault(f"the engine cannot go on: {self._fault}") from self._fault
 
-    def _lost(self, error: RuntimeError) -> EngineFault:
-        """Note that the device's state is not known any more."""
-        self._fault = self._fault or error
-        return EngineFault(f"a step failed: {error!r}")
+    def _pass(self, done: Mark) -> None:
+        """Wait until the device has come to a mark, and no longer than all ranks are there."""
+        if self._followers is None:
+            done.synchronize()
+            return
+        while not done.query():
+            self._check()
+            time.sleep(_LOOK_S)
+
+    def _lose(self, lost: RankLost) -> None:
+        """A rank has ended: what was launched may never retire, and whoever asks the device waits for ever.
+
+        So the process ends without asking it: by itself, or here when it is caught in a call. Any thread.
+        """
+        self._fault = self._fault or lost
+        if self._rank.model.device.type != "cuda":
+            return
+        atexit.register(_end)
+        until = time.monotonic() + _LEAVE_S
+        while self._is_busy and time.monotonic() < until:
+            time.sleep(0.01)
+        if self._is_busy:
+            log.critical("the engine is caught in a call that waits for a lost rank; the process ends")
+            _end()
+
+
+def _end() -> None:
+    """End the process and ask the device for nothing."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)

@@ -2,7 +2,8 @@
 
 Three ways: steps of single tokens that all draw are replayed from graphs by their number of rows; others, when they
 are not too large, from graphs by their number of tokens; the rest runs eagerly. All three compute alike. Owns the
-block and the graphs; knows neither streams nor chance.
+block and the graphs; knows neither streams nor chance. Of several ranks the first
+writes a step down, and all launch it.
 """
 
 from typing import Final
@@ -27,6 +28,8 @@ from services.scheduler.engine.kernels.prefill_attention import (
 )
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.models.llama import LlamaModel
+from services.scheduler.engine.parallel.comm import SOLO, Comm
+from services.scheduler.engine.parallel.orders import StepPlan
 from services.scheduler.engine.staging import StepBlock, StepImage
 from services.scheduler.engine.stream import new_stream
 
@@ -47,7 +50,9 @@ class Forward:
         path: how the step launched last runs.
     """
 
-    def __init__(self, model: LlamaModel, cache: KVCache, limits: EngineLimits, multiprocessors: int) -> None:
+    def __init__(
+        self, model: LlamaModel, cache: KVCache, limits: EngineLimits, multiprocessors: int, comm: Comm = SOLO
+    ) -> None:
         """Reserve the buffers of a step.
 
         Args:
@@ -55,6 +60,7 @@ class Forward:
             cache: the pool.
             limits: what callers may ask for.
             multiprocessors: of the GPU.
+            comm: the ranks, which have the same graphs.
         """
         config, device = model.config, model.device
         self._model = model
@@ -71,8 +77,8 @@ class Forward:
             max_programs=_PROGRAMS_PER_SM * multiprocessors,
         )  # fmt: skip
         self._side = new_stream(device) if device.type == "cuda" else None
-        self.decode_graphs = StepGraphs("decode", self._decode_states)
-        self.mixed_graphs = StepGraphs("mixed", self._mixed_states)
+        self.decode_graphs = StepGraphs("decode", self._decode_states, comm)
+        self.mixed_graphs = StepGraphs("mixed", self._mixed_states, comm)
         self.path: StepPath = "eager"
 
     def capture(self, decode_sizes: list[int], *, mixed: bool, show: bool = True) -> None:
@@ -88,38 +94,44 @@ class Forward:
         if mixed:
             self.mixed_graphs.capture(mixed_sizes(self._limits.max_step_tokens), show=show)
 
-    def run(self, image: StepImage, batch: Batch, rows: Places) -> tuple[Tensor, int | None]:
-        """Launch the forward pass of a step.
+    def write(self, image: StepImage, batch: Batch, rows: Places) -> StepPlan:
+        """Write a step down, and decide how it is computed.
 
         Args:
             image: the step, opened; page changes and draws are written down by the caller.
             batch: the step.
             rows: (num_drawn,) rows that draw.
-
-        Returns:
-            Final states of the tokens that draw (and padding), then of those that are scored; and the number of
-            rows that a graph of single tokens was replayed for.
         """
-        single = bool((batch.lengths == 1).all())
         padded = self.padded_rows(batch, rows)
         if padded is not None:
             self._put_decode(image, batch, padded)
-            image.send(whole=False)
-            self.path = "decode_graph"
-            return self.decode_graphs.replay(padded), padded
+            return StepPlan("decode_graph", padded)
+        single = bool((batch.lengths == 1).all())
         num_decode = batch.num_rows if single else int((batch.lengths != 1).argmax())
         num_chunks, num_tokens = batch.num_rows - num_decode, len(batch.input_ids)
         tokens = None if batch.scores or num_chunks > MAX_CHUNKS else self.mixed_graphs.size_for(num_tokens)
         pieces, num_wanted = self._put_mixed(image, batch, rows, num_decode, tokens)
-        image.send(whole=True)
-        self.path = "eager" if tokens is None else "mixed_graph"
         if tokens is not None:
-            return self.mixed_graphs.replay(tokens), None
-        input_ids = self.block.lay_out("token_", num_tokens)
-        decode = self._decode_rows(num_decode) if num_decode else None
-        prefill = self._prefill_rows(num_chunks, pieces) if num_chunks else None
-        index = None if num_wanted == num_tokens else self.block.view("wanted", num_wanted)
-        return self._states(input_ids, "token_", decode, prefill, index), None
+            return StepPlan("mixed_graph", tokens)
+        return StepPlan("eager", num_tokens, num_decode, num_chunks, pieces, num_wanted)
+
+    def launch(self, image: StepImage, plan: StepPlan) -> Tensor:
+        """Launch the forward pass of a step that is written down; every rank does so alike.
+
+        Returns:
+            Final states of the tokens that draw (and padding), then of those that are scored.
+        """
+        image.send(whole=plan.is_whole)
+        self.path = plan.path
+        if plan.path == "decode_graph":
+            return self.decode_graphs.replay(plan.size)
+        if plan.path == "mixed_graph":
+            return self.mixed_graphs.replay(plan.size)
+        input_ids = self.block.lay_out("token_", plan.size)
+        decode = self._decode_rows(plan.num_decode) if plan.num_decode else None
+        prefill = self._prefill_rows(plan.num_chunks, plan.num_pieces) if plan.num_chunks else None
+        index = None if plan.num_wanted == plan.size else self.block.view("wanted", plan.num_wanted)
+        return self._states(input_ids, "token_", decode, prefill, index)
 
     def padded_rows(self, batch: Batch, rows: Places) -> int | None:
         """Rows of the graph that a step of single tokens is replayed from, or None."""

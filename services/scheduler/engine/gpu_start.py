@@ -1,7 +1,12 @@
-"""Brings the engine of a GPU up: measures what a step takes, sizes the pool by what is left, captures, warms up."""
+"""Brings a GPU up: measures what a step takes, sizes the pool by what is left, captures, warms up.
+
+Several ranks do so together: each measures its own GPU, and the pool is as large as the least of them has room for.
+"""
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -11,11 +16,15 @@ import torch
 from services.scheduler.core.batch import Batch, SlotSetup
 from services.scheduler.core.ports import EngineLimits
 from services.scheduler.engine.gpu import GpuEngine
+from services.scheduler.engine.gpu_follower import GpuFollower
+from services.scheduler.engine.gpu_rank import GpuRank
 from services.scheduler.engine.graph import decode_sizes, mixed_sizes
 from services.scheduler.engine.kernels.prefill_attention import TILE
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.memory import PoolRequest, plan_pages
 from services.scheduler.engine.models.llama import LlamaModel
+from services.scheduler.engine.parallel.comm import SOLO, Comm
+from services.scheduler.engine.parallel.group import Followers
 from services.scheduler.engine.stream import Streams
 from shared.errors import ConfigError
 from shared.sampling import SamplingParams
@@ -29,7 +38,12 @@ _PROBE_PAGES: Final = 2
 
 
 def start_gpu_engine(
-    model: LlamaModel, limits: EngineLimits, pool: PoolRequest, max_graph_rows: int | None
+    model: LlamaModel,
+    limits: EngineLimits,
+    pool: PoolRequest,
+    max_graph_rows: int | None,
+    comm: Comm = SOLO,
+    followers: Followers | None = None,
 ) -> GpuEngine:
     """Make an engine that is ready to launch.
 
@@ -38,42 +52,67 @@ def start_gpu_engine(
         limits: what it shall hold; the pages are decided here.
         pool: how large the pool is to be.
         max_graph_rows: rows of the largest captured step; None takes the default.
+        comm: the other ranks, which are in `start_gpu_follower` meanwhile.
+        followers: their processes.
 
     Raises:
         ConfigError: the memory does not suffice; the message says what to lower.
     """
-    streams = Streams(model.device)
-    most = MAX_GRAPH_ROWS if max_graph_rows is None else max_graph_rows
-    sizes = decode_sizes(min(limits.max_running, most))
-    try:
-        reserve = 0
-        if pool.num_pages is None and pool.kv_bytes is None:
-            reserve = _measure(model, limits, streams, sizes)
-        num_pages = plan_pages(
-            model.config,
-            pool,
-            dtype=model.dtype,
-            device=model.device,
-            page_size=limits.page_size,
-            max_seq_len=limits.max_seq_len,
-            reserve=reserve,
-        )
-        cache = KVCache.for_model(model.config, num_pages, limits.page_size, model.dtype, model.device)
-        engine = GpuEngine(model, cache, replace(limits, num_pages=num_pages, kv_bytes=cache.nbytes), streams)
-        engine.capture(sizes, mixed=bool(sizes))
+    with _within_memory():
+        engine = GpuEngine(_prepare(model, limits, pool, max_graph_rows, comm), followers)
         warm_up(engine)
+    return engine
+
+
+def start_gpu_follower(
+    model: LlamaModel, limits: EngineLimits, pool: PoolRequest, max_graph_rows: int | None, comm: Comm
+) -> GpuFollower:
+    """Make a rank above 0 that is ready to follow; see `start_gpu_engine`."""
+    with _within_memory():
+        return GpuFollower(_prepare(model, limits, pool, max_graph_rows, comm))
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    try:
+        yield
     except torch.OutOfMemoryError as e:
         raise ConfigError(
             f"the GPU's memory does not suffice ({e}); lower memory_ratio, max_running_requests, max_prefill_tokens, "
             "max_seq_len or cuda_graph_max_bs"
         ) from e
-    return engine
 
 
-def _measure(model: LlamaModel, limits: EngineLimits, streams: Streams, sizes: list[int]) -> int:
+def _prepare(
+    model: LlamaModel, limits: EngineLimits, pool: PoolRequest, max_graph_rows: int | None, comm: Comm
+) -> GpuRank:
+    """Size the pool and capture the graphs; every rank of a model does so at the same time."""
+    streams = Streams(model.device)
+    most = MAX_GRAPH_ROWS if max_graph_rows is None else max_graph_rows
+    sizes = decode_sizes(min(limits.max_running, most))
+    reserve = 0
+    if pool.num_pages is None and pool.kv_bytes is None:
+        reserve = _measure(model, limits, streams, sizes, comm)
+    num_pages = plan_pages(
+        model.config,
+        pool,
+        dtype=model.dtype,
+        device=model.device,
+        page_size=limits.page_size,
+        max_seq_len=limits.max_seq_len,
+        reserve=reserve,
+    )
+    num_pages = comm.least(num_pages)
+    cache = KVCache.for_model(model.config, num_pages, limits.page_size, model.dtype, model.device)
+    rank = GpuRank(model, cache, replace(limits, num_pages=num_pages, kv_bytes=cache.nbytes), streams, comm)
+    rank.capture(sizes, mixed=bool(sizes), show=comm.ranks.rank == 0)
+    return rank
+
+
+def _measure(model: LlamaModel, limits: EngineLimits, streams: Streams, sizes: list[int], comm: Comm) -> int:
     """Find how many bytes the largest step and the graphs take beside the pool."""
     cache = KVCache.for_model(model.config, _PROBE_PAGES, limits.page_size, model.dtype, model.device)
-    probe = GpuEngine(model, cache, replace(limits, num_pages=_PROBE_PAGES), streams)
+    probe = GpuRank(model, cache, replace(limits, num_pages=_PROBE_PAGES), streams, comm)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     probe.compute_padding(limits.max_step_tokens)

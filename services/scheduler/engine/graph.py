@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from services.scheduler.engine.parallel.comm import SOLO, Comm
+
 log = logging.getLogger(__name__)
 
 _SMALL: Final = (1, 2, 4)
@@ -38,15 +40,17 @@ class StepGraphs:
     pool: Any = None
     """Memory that all graphs of a process share: no two are replayed at the same time."""
 
-    def __init__(self, kind: str, compute: Callable[[int], Tensor]) -> None:
+    def __init__(self, kind: str, compute: Callable[[int], Tensor], comm: Comm = SOLO) -> None:
         """Say what is captured.
 
         Args:
             kind: of step, for the log.
             compute: computes a step of that size, from buffers at fixed places.
+            comm: the ranks, which have graphs of the same sizes.
         """
         self._kind = kind
         self._compute = compute
+        self._comm = comm
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._next: list[int] = []
 
@@ -83,6 +87,8 @@ class StepGraphs:
                     self._graphs[size] = self._capture(size)
                 except RuntimeError as e:  # out of memory too
                     log.warning("no %s graph of %d: such steps run without one: %s", self._kind, size, e)
+                if not self._comm.least(int(size in self._graphs)):
+                    self._graphs.pop(size, None)
         finally:
             gc.enable()
         self._next = []
@@ -102,6 +108,8 @@ class StepGraphs:
         if StepGraphs.pool is None:
             StepGraphs.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=StepGraphs.pool, stream=stream):
+        # Other threads, such as one that watches the ranks' group, may go on with what they do.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=StepGraphs.pool, stream=stream, capture_error_mode=mode):
             result = self._compute(size)
         return graph, result

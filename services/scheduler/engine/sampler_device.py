@@ -14,10 +14,11 @@ from torch import Tensor
 
 from services.scheduler.core.batch import IntArray, RowLogprobs, SlotSetup
 from services.scheduler.engine.chance import draw_keys, draw_rule
-from services.scheduler.engine.kernels.gumbel import gumbel_sample
+from services.scheduler.engine.kernels.gumbel import gumbel_choose, gumbel_piece, gumbel_sample
 from services.scheduler.engine.kernels.limits import keep_limits
 from services.scheduler.engine.logits import apply_masks
 from services.scheduler.engine.logits_device import DeviceProcessors
+from services.scheduler.engine.parallel.comm import Comm
 from services.scheduler.engine.sampler import MIN_LOGPROB, Guides
 from services.scheduler.engine.staging import StepBlock, StepImage
 
@@ -113,6 +114,28 @@ class DeviceSampler:
     def is_plain(self, slots: IntArray) -> bool:
         """Whether some rows' slots want nothing but a token."""
         return not (self._num_logprobs[slots] >= 0).any() and not self._processors.concern(slots)
+
+    def is_filtered(self, slots: IntArray) -> bool:
+        """Whether any of some rows' slots leaves unlikely tokens out."""
+        return bool((self._top_k[slots] > 0).any() or (self._top_p[slots] < 1).any() or (self._min_p[slots] > 0).any())
+
+    def draw_pieces(self, logits: Tensor, first_id: int, comm: Comm) -> None:
+        """Draw one token per row that filters nothing, each rank from its piece of the logits; may be captured.
+
+        Args:
+            logits: (rows, size of the piece).
+            first_id: of the piece.
+            comm: the ranks, which all end up with the same tokens.
+        """
+        rows, block = logits.shape[0], self._block
+        pairs = gumbel_piece(logits, block.view("temperatures", rows), block.view("seeds", rows), first_id)
+        feed = (block.view("draw_slots", rows), block.last_tokens)
+        gumbel_choose(comm.gather(pairs), self.tokens[:rows], feed)
+
+    def take_told(self, rows: int, comm: Comm) -> None:
+        """Take the tokens that rank 0 has drawn."""
+        tokens = comm.broadcast(self.tokens[:rows])
+        self._block.last_tokens.index_copy_(0, self._block.view("draw_slots", rows).long(), tokens)
 
     def draw_plain(self, logits: Tensor) -> None:
         """Draw one token per row, from (rows, vocab_size) logits, as the block says; may be captured."""

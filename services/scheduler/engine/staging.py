@@ -156,9 +156,13 @@ class StepBlock:
         )
         return input_ids
 
+    def words(self, *, whole: bool) -> int:
+        """Size of all of it, or of its front."""
+        return len(self._block) if whole else self._front_words
+
     def send(self, image: "_Image", *, whole: bool) -> None:
         """Copy an image to the device: its front, or all of it."""
-        words = len(self._block) if whole else self._front_words
+        words = self.words(whole=whole)
         self._block[:words].copy_(image.tensor[:words], non_blocking=True)
         if self._is_cuda:
             image.event = image.event or new_event()
@@ -174,7 +178,7 @@ class _Image:
 
     def __init__(self, words: int, places: dict[str, tuple[int, _Section]], *, pinned: bool) -> None:
         self.tensor = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
-        host = self.tensor.numpy()
+        self.host = host = self.tensor.numpy()
         self.sections: dict[str, npt.NDArray[np.generic]] = {
             name: host[at : at + section.words].view(section.dtype) for name, (at, section) in places.items()
         }
@@ -215,3 +219,12 @@ class StepImage:
     def send(self, *, whole: bool) -> None:
         """Copy it to the device."""
         self._block.send(self._image, whole=whole)
+
+    def to_bytes(self, *, whole: bool) -> bytes:
+        """All of it, or its front, for another rank's block."""
+        return self._image.host[: self._block.words(whole=whole)].tobytes()
+
+    def from_bytes(self, data: bytes) -> None:
+        """Write down what another rank has written."""
+        words = np.frombuffer(data, dtype=np.int32)
+        self._image.host[: len(words)] = words

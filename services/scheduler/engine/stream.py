@@ -15,6 +15,10 @@ class Mark(Protocol):
         """Wait until the stream has come to it."""
         ...
 
+    def query(self) -> bool:
+        """Whether the stream has come to it."""
+        ...
+
     def elapsed_time(self, later: "Mark") -> float:
         """Milliseconds between two marks that have passed."""
         ...

@@ -126,3 +126,19 @@ def test_experts(dtype: str) -> None:
         add_few_experts(x, gate_up, down, routing, (x[0], 1e-6))
         check(1 + 3 * 3 + 1 + 2)
     """)
+
+
+@pytest.mark.parametrize(("dtype", "rank", "ranks"), [("bfloat16", 0, 2), ("float16", 2, 4), ("float32", 1, 2)])
+def test_sums_over_ranks(dtype: str, rank: int, ranks: int) -> None:
+    compile_for_gpu(f"""
+        from services.scheduler.engine.kernels.all_reduce import PeerPlaces, all_gather, all_reduce
+        from services.scheduler.engine.kernels.gumbel import gumbel_choose, gumbel_piece
+        places = PeerPlaces(torch.zeros({ranks}, dtype=torch.int64), ints(2, 128), {rank}, {ranks})
+        all_reduce(torch.zeros(1, 5120, dtype=torch.{dtype}), places)
+        all_reduce(torch.zeros(256, 5120, dtype=torch.{dtype}), places)
+        all_gather(ints(9, 2), places)
+        logits = torch.zeros(3, 75_968, dtype=torch.{dtype})
+        gumbel_piece(logits, torch.ones(3), torch.ones(3, dtype=torch.int64), {rank} * 75_968)
+        gumbel_choose(ints({ranks}, 3, 2), ints(3), (ints(3), ints(9)))
+        check(6)
+    """)

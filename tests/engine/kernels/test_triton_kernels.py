@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -123,26 +124,33 @@ def test_qkv_equals_its_reference(norm: bool, dtype: str) -> None:
 def test_gumbel_draws_by_probability_whatever_the_row() -> None:
     interpret("""
         import torch
-        from services.scheduler.engine.kernels.gumbel import BLOCK, gumbel_sample
+        from services.scheduler.engine.kernels.gumbel import BLOCK, gumbel_choose, gumbel_piece, gumbel_sample
         torch.manual_seed(3)
         logits = torch.randn(3, 9000)
         temperatures, seeds = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([5, 2**62, 77])
-        value, token = gumbel_sample(logits, temperatures, seeds)
+        token = gumbel_sample(logits, temperatures, seeds)
         assert token[0] == logits[0].argmax()
-        alone = gumbel_sample(logits[1:2], temperatures[1:2], seeds[1:2])[1]
+        alone = gumbel_sample(logits[1:2], temperatures[1:2], seeds[1:2])
         assert alone[0] == token[1]
-        parts = ((0, BLOCK), (BLOCK, 9000))
-        halves = [gumbel_sample(logits[:, a:b].contiguous(), temperatures, seeds, a) for a, b in parts]
-        sharded = torch.where(halves[0][0] >= halves[1][0], halves[0][1], halves[1][1])
-        assert torch.equal(sharded, token)
+
+        def draw_in_pieces(*borders):
+            pieces = [gumbel_piece(logits[:, a:b].contiguous(), temperatures, seeds, a)
+                      for a, b in zip((0, *borders), (*borders, 9000))]
+            out, last = torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+            gumbel_choose(torch.stack(pieces), out, (torch.tensor([4, 0, 2], dtype=torch.int32), last))
+            assert last.tolist() == [out[1], 0, out[2], 0, out[0]]
+            return out
+        for borders in ((BLOCK,), (4496,), (3000, 6000), (17, 5000, 8999)):
+            assert torch.equal(draw_in_pieces(*borders), token), borders
         tied = torch.zeros(1, 3000)
         tied[0, [2500, 1500, 2]] = 1.0
-        assert gumbel_sample(tied, torch.zeros(1), torch.zeros(1, dtype=torch.int64))[1][0] == 2
+        assert gumbel_sample(tied, torch.zeros(1), torch.zeros(1, dtype=torch.int64))[0] == 2
         logits[1, 8191] = float("nan")
-        value, token = gumbel_sample(logits, temperatures, seeds)
-        assert token[1] == -1 and value[1].isnan() and (token[[0, 2]] >= 0).all()
+        token = gumbel_sample(logits, temperatures, seeds)
+        assert token[1] == -1 and (token[[0, 2]] >= 0).all()
+        assert torch.equal(draw_in_pieces(4496), token)
         four = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-        draws = gumbel_sample(four.repeat(600, 1), torch.ones(600), torch.arange(600) * 7919)[1]
+        draws = gumbel_sample(four.repeat(600, 1), torch.ones(600), torch.arange(600) * 7919)
         share = torch.bincount(draws.long(), minlength=4) / 600
         want = torch.softmax(four[0], 0)
         assert (share - want).abs().max() < 0.07, share
@@ -187,7 +195,7 @@ def test_a_limit_bans_and_the_drawn_token_is_fed_back() -> None:
         out = torch.zeros(4, dtype=torch.int32)
         for seed in range(20):
             seeds = torch.arange(4) + 4 * seed
-            _, token = gumbel_sample(logits, torch.ones(4), seeds, limits=limits, out=out, feed=(slots, last))
+            token = gumbel_sample(logits, torch.ones(4), seeds, limits=limits, out=out, feed=(slots, last))
             assert token is out and (last[slots.long()] == out).all()
             assert logits[1, token[1]] >= 2.0 and token[2] == -1 and token[3] == -1 and token[0] >= 0
         assert (last[[1, 2, 5, 6, 7]] == -7).all()
@@ -250,3 +258,54 @@ def test_few_linear_equals_its_plain_form() -> None:
             assert few_linear(x, weight, add_to=stream) is stream
             assert torch.allclose(stream, want, **tolerance)
     """)
+
+
+RANK = """
+import sys, torch, numpy as np
+from services.scheduler.engine.kernels import all_reduce as kernels
+kernels.SMALL_WORDS, kernels.LARGE_WORDS, kernels._TILE, kernels.CHANNELS = 64, 256, 128, 4
+rank, ranks, *names = sys.argv[1:]
+rank, ranks = int(rank), int(ranks)
+arrays = [np.memmap(name, np.int64, "r+") for name in names]
+addresses = torch.tensor([array.ctypes.data for array in arrays])
+places = kernels.PeerPlaces(addresses, torch.zeros((2, 4), dtype=torch.int32), rank, ranks)
+
+def numbers(of, call, size, dtype):
+    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * call + of)).to(dtype)
+
+call = 0
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for size in (2, 130, 256, 1000, 258, 2, 512, 1024, 2):
+        call += 1
+        each = [numbers(of, call, size, dtype) for of in range(ranks)]
+        assert kernels.fits(each[0], 2)
+        found = kernels.all_reduce(each[rank], places)
+        wanted = torch.stack([x.float() for x in each]).sum(0)
+        # The interpreter cuts bfloat16 off, where a GPU rounds.
+        close = 2**-7 if dtype == torch.bfloat16 else 2**-11 if dtype == torch.float16 else 0
+        assert torch.allclose(found.float(), wanted, close, 0), (rank, dtype, size)
+        if kernels.fits_gather(each[0]):
+            assert torch.equal(kernels.all_gather(each[rank], places), torch.stack(each)), (rank, dtype, size)
+assert not kernels.fits(torch.zeros(1025), 2) and not kernels.fits(torch.zeros(3, dtype=torch.float16), 2)
+assert not kernels.fits(torch.zeros(1024), 3)
+assert not kernels.fits_gather(torch.zeros(257))
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_add_up_in_each_others_memory(ranks: int, tmp_path: Path) -> None:
+    """Each rank is a process that runs the kernels for real, but for the device: they meet in shared memory."""
+    names = [str(tmp_path / f"memory{rank}") for rank in range(ranks)]
+    for name in names:
+        Path(name).write_bytes(bytes(1 << 16))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(ranks), *names], env=env) for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            assert process.wait(100) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

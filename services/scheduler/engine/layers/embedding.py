@@ -50,6 +50,7 @@ class Head:
 
     Attributes:
         weight: (vocab_size, hidden_size), or this rank's piece of it; None when tied.
+        first_id: the token that this rank's piece begins with.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Head:
         piece = -(-vocab_size // comm.ranks.size)
         split = Split(0, comm.ranks, vocab_size)
         self.weight = None if tied is not None else Weight((piece,), (hidden_size,), dtype, device, split)
+        self.first_id = comm.ranks.rank * piece
+        self._own = max(0, min(piece, vocab_size - self.first_id))
         self._vocab_size = vocab_size
         self._comm = comm
         self._tied = tied
@@ -80,11 +83,19 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(num_drawn, hidden_size) -> (num_drawn, vocab_size), in the model's precision or a finer one."""
+        local = self._compute(hidden)
+        return local if self._comm.ranks.size == 1 else self._comm.all_gather(local)[:, : self._vocab_size]
+
+    def piece(self, hidden: Tensor) -> Tensor:
+        """The same of this rank's piece of the vocabulary alone, which begins at `first_id`."""
+        return self._compute(hidden)[:, : self._own]
+
+    def _compute(self, hidden: Tensor) -> Tensor:
         assert self._product is not None, "called before its weights were loaded"
         local = self._product(hidden, 0)
         if self._tied is not None and local.device.type == "cpu" and local.dtype == torch.bfloat16:
             local = _refine(local, hidden, self._tied.weight.tensor)
-        return local if self._comm.ranks.size == 1 else self._comm.all_gather(local)[:, : self._vocab_size]
+        return local
 
 
 def _refine(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:

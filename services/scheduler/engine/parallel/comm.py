@@ -31,6 +31,10 @@ class Comm(Protocol):
         """Add up a tensor over the ranks; it may be changed in place."""
         ...
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Put the tensors of the ranks behind each other: (ranks, *shape)."""
+        ...
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Put the pieces of the ranks together along the last dimension."""
         ...
@@ -43,6 +47,10 @@ class Comm(Protocol):
         """Find the smallest of a number that each rank has."""
         ...
 
+    def close(self) -> None:
+        """Leave the others, when nothing is under way."""
+        ...
+
 
 class SoloComm:
     """Of a process that has a model to itself."""
@@ -52,6 +60,10 @@ class SoloComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Give it back."""
         return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Give it back, as the only one."""
+        return x[None]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Give it back."""
@@ -64,6 +76,9 @@ class SoloComm:
     def least(self, value: int) -> int:
         """Give it back."""
         return value
+
+    def close(self) -> None:
+        """Nothing to leave."""
 
 
 SOLO: Final = SoloComm()
@@ -90,12 +105,13 @@ class GroupComm:
         self._group.allreduce([x]).wait()
         return x
 
+    def gather(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        return torch.stack(self._pieces(x))
+
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Comm`."""
-        x = x.contiguous()
-        pieces = [torch.empty_like(x) for _ in range(self.ranks.size)]
-        self._group.allgather([pieces], [x]).wait()
-        return torch.cat(pieces, -1)
+        return torch.cat(self._pieces(x), -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See `Comm`."""
@@ -109,6 +125,15 @@ class GroupComm:
         options.reduceOp = _c10d.ReduceOp.MAX
         self._group.allreduce([own], options).wait()
         return -int(own)
+
+    def close(self) -> None:
+        """See `Comm`: the group ends with the object."""
+
+    def _pieces(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        pieces = [torch.empty_like(x) for _ in range(self.ranks.size)]
+        self._group.allgather([pieces], [x]).wait()
+        return pieces
 
 
 def open_store(size: int) -> Any:

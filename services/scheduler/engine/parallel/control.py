@@ -1,18 +1,20 @@
-"""What rank 0 tells the other ranks: how to build their engine, then batch after batch.
+"""What rank 0 tells the other ranks: how to build their engine, then batch after batch, or order after order.
 
-A follower needs of a batch what shapes its computation; how tokens are drawn is rank 0's business, and the drawn
-tokens come from it. Messages are msgpack behind their length, over a socket that both processes were born with:
-when one of them ends, however it ends, the other reads the end of it.
+GPUs are given orders (`orders`). On a CPU a follower needs of a batch what shapes its computation; how tokens are
+drawn is rank 0's business, and the drawn tokens come from it. Messages are msgpack behind their length, over a socket
+that both processes were born with: when one of them ends, however it ends, the other reads the end of it.
 """
 
 import socket
 import struct
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from services.scheduler.core.batch import Batch, IntArray, ScoreRow
+from services.scheduler.engine.parallel.orders import DrawOrder, PagesOrder, ScoreOrder, StepOrder
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -56,7 +58,7 @@ class WireBatch(msgspec.Struct, array_like=True, frozen=True, tag="batch"):
     scores: list[tuple[int, int]]
 
 
-Message = Setup | Ready | WireBatch
+Message = Setup | Ready | WireBatch | PagesOrder | StepOrder | DrawOrder | ScoreOrder
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -91,6 +93,13 @@ class Channel:
         """
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return _decoder.decode(self._read(length))
+
+    def wait_closed(self, seconds: float) -> None:
+        """Wait until the other side has ended, or so long."""
+        self._end.settimeout(seconds)
+        with suppress(Closed):
+            while True:
+                self.receive()
 
     def close(self) -> None:
         """Let the other side read the end. Safe to call twice."""

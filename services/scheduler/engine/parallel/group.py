@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from services.scheduler.core.batch import Batch
 from services.scheduler.engine.parallel.control import Channel, Closed, Ready, Setup, encode, encode_batch
+from services.scheduler.engine.parallel.orders import Order
 from shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,17 @@ class Followers:
         Raises:
             RankLost: one is not there any more.
         """
-        data = encode_batch(batch)
+        self._send(encode_batch(batch))
+
+    def order(self, order: Order) -> None:
+        """Have every rank do something.
+
+        Raises:
+            RankLost: one is not there any more.
+        """
+        self._send(encode(order))
+
+    def _send(self, data: bytes) -> None:
         try:
             for channel in self._channels:
                 channel.send(data)

@@ -1,0 +1,129 @@
+"""What the ranks of a model say to each other on GPUs: all of it goes into the current stream, and no host waits.
+
+Owns the NCCL group, and the memory for the small sums that go around it where the GPUs can reach each other. Every
+call may be captured in a graph, once it has been made without one.
+"""
+
+import logging
+import os
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from services.scheduler.engine.kernels import all_reduce as quick
+from services.scheduler.engine.kernels.all_reduce import PeerPlaces
+from services.scheduler.engine.parallel.peers import PeersUnreachable, open_peers
+from services.scheduler.engine.parallel.state import Ranks
+
+log = logging.getLogger(__name__)
+
+_c10d: Final[Any] = torch.distributed  # its stubs leave out what is used here
+_PROBED_BYTES: Final = (4, 10_240, 655_360, 4 * quick.CHANNELS * quick.LARGE_WORDS)
+"""Sums of both kinds, in one channel and in all."""
+
+
+class DeviceComm:
+    """Of one rank among several, each with a GPU of its own; a `Comm`."""
+
+    def __init__(self, ranks: Ranks, store: Any, device: torch.device, *, direct: bool = True) -> None:
+        """Meet the other ranks.
+
+        Args:
+            ranks: who this is.
+            store: from `open_store` or `join_store`.
+            device: this rank's.
+            direct: whether small sums may go by the GPUs' own memory.
+        """
+        # NVLink's multicast gains nothing at these sizes, and where GPUs are lent out it can upset the whole host.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        self.ranks = ranks
+        self._device = device
+        self._store = store  # it must outlive the group
+        self._group = _c10d.ProcessGroupNCCL(store, ranks.rank, ranks.size, _c10d.ProcessGroupNCCL.Options())
+        self._places: PeerPlaces | None = None
+        with torch.inference_mode():
+            self.least(0)  # the group connects at its first call
+            if direct:
+                self._open_places()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether small sums go by the GPUs' own memory."""
+        return self._places is not None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        x = x.contiguous()
+        if self._places is not None and quick.fits(x, self.ranks.size):
+            return quick.all_reduce(x, self._places)
+        return self.ring_all_reduce(x)
+
+    def ring_all_reduce(self, x: Tensor) -> Tensor:
+        """The same through NCCL whatever the size; x must be contiguous and is changed."""
+        self._finish(self._group.allreduce([x], _on_this_stream(_c10d.AllreduceOptions())))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        x = x.contiguous()
+        if self._places is not None and quick.fits_gather(x):
+            return quick.all_gather(x, self._places)
+        out = torch.empty((self.ranks.size, *x.shape), dtype=x.dtype, device=x.device)
+        self._finish(self._group._allgather_base(out, x, _on_this_stream(_c10d.AllgatherOptions())))
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        return self.gather(x).movedim(0, -2).flatten(-2)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See `Comm`."""
+        options = _on_this_stream(_c10d.BroadcastOptions())
+        options.rootRank, options.rootTensor = 0, 0
+        self._finish(self._group.broadcast([x], options))
+        return x
+
+    def least(self, value: int) -> int:
+        """See `Comm`; this one waits."""
+        own = torch.tensor([-value], dtype=torch.int64, device=self._device)
+        options = _on_this_stream(_c10d.AllreduceOptions())
+        options.reduceOp = _c10d.ReduceOp.MAX
+        self._finish(self._group.allreduce([own], options))
+        return -int(own)
+
+    def close(self) -> None:
+        """Leave the group. Nothing may be under way."""
+        self._group.abort()
+
+    def _finish(self, work: Any) -> None:
+        """Let the current stream wait, where this torch has used another one after all."""
+        if work is not None:
+            work.wait()
+
+    def _open_places(self) -> None:
+        """Open the ranks' memory to each other and see that it works."""
+        rank, size = self.ranks.rank, self.ranks.size
+        try:
+            addresses = open_peers(8 * quick.num_words(size), self.ranks, self._store, self._device)
+        except PeersUnreachable as e:
+            log.warning("small sums go through NCCL: GPUs cannot reach each other's memory (%s)", e)
+            return
+        calls = torch.zeros((2, quick.CHANNELS), dtype=torch.int32, device=self._device)
+        places = PeerPlaces(torch.tensor(addresses, dtype=torch.int64, device=self._device), calls, rank, size)
+        right = 1
+        for num_bytes in _PROBED_BYTES * 3:
+            x = torch.arange(num_bytes // 4, dtype=torch.float32, device=self._device)
+            found = quick.all_reduce(x + rank, places)
+            right &= int(torch.equal(found, x * size + size * (size - 1) // 2))
+        if self.least(right):
+            self._places = places
+            log.info("small sums go by the GPUs' own memory")
+        else:
+            log.warning("small sums go through NCCL: those by the GPUs' own memory came out wrong")
+
+
+def _on_this_stream(options: Any) -> Any:
+    options.asyncOp = False
+    return options

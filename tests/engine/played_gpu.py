@@ -1,0 +1,110 @@
+"""The GPU engine where there is no GPU: kernels in Triton's interpreter, graphs played by the calls they would record.
+
+To be imported in a process of its own that has TRITON_INTERPRET=1 from its start. Run as a module it is a rank above 0,
+as `follower` is: `use_followers` has rank 0 start it.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.scheduler.core.ports import EngineLimits
+from services.scheduler.engine import gpu_forward, staging
+from services.scheduler.engine.gpu import GpuEngine
+from services.scheduler.engine.gpu_follower import GpuFollower
+from services.scheduler.engine.gpu_rank import GpuRank
+from services.scheduler.engine.graph import StepGraphs
+from services.scheduler.engine.kvcache import KVCache
+from services.scheduler.engine.models.config import read_config
+from services.scheduler.engine.models.registry import model_class
+from services.scheduler.engine.parallel import group
+from services.scheduler.engine.parallel.comm import SOLO, Comm, GroupComm, join_store, open_store
+from services.scheduler.engine.parallel.control import Channel, Closed, Setup
+from services.scheduler.engine.parallel.orders import Order
+from services.scheduler.engine.parallel.state import Ranks
+from services.scheduler.engine.weights.loader import load_weights
+from shared.model_files import locate
+from tests.engine.no_streams import NoStreams
+
+SHAPE = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}
+SIZES = [1, 4]
+CPU = torch.device("cpu")
+
+
+class Played:
+    """A graph that computes again what it was captured from, and puts the result in the same place."""
+
+    def __init__(self, compute: Callable[[int], Tensor], size: int) -> None:
+        self.compute, self.size, self.times, self.result = compute, size, 0, compute(size).clone()
+
+    def replay(self) -> None:
+        self.times += 1
+        self.result.copy_(self.compute(self.size))
+
+
+def _play(self: StepGraphs, size: int) -> tuple[Played, Tensor]:
+    played = Played(self._compute, size)
+    return played, played.result
+
+
+StepGraphs._capture = _play  # type: ignore[method-assign, assignment]
+gpu_forward.mixed_sizes = lambda most: [32, 64]
+staging.MAX_CHANGES = 2  # so that changes of pages go ahead of their step
+
+
+def make_rank(model_path: str, comm: Comm = SOLO, *, replayed: bool = False) -> GpuRank:
+    """Load a model, or a piece of it, and make what a GPU does with it."""
+    files = locate(model_path)
+    config = read_config(files.config)
+    limits = EngineLimits("x", config.vocab_size, frozenset(files.eos_token_ids), 512, 16, 64, 8, 256)
+    own = config.share(comm.ranks)
+    with torch.inference_mode():
+        model = model_class(config.architecture)(own, 512, torch.float32, CPU, comm)
+        load_weights(model, files, "auto")
+    cache = KVCache.for_model(own, 64, 16, torch.float32, CPU)
+    rank = GpuRank(model, cache, limits, NoStreams(), comm)
+    if replayed:
+        rank.capture(SIZES, mixed=True)
+    return rank
+
+
+def make_engine(model_path: str, ranks: int, *, replayed: bool = False) -> GpuEngine:
+    """Make an engine of one rank or of several."""
+    if ranks == 1:
+        return GpuEngine(make_rank(model_path, replayed=replayed))
+    group.FOLLOWER = __name__  # type: ignore[misc]
+    store = open_store(ranks)
+    followers = group.Followers(ranks, store.port, model_path, {"replayed": replayed})
+    comm = GroupComm(Ranks(0, ranks), store, CPU)
+    return GpuEngine(make_rank(model_path, comm, replayed=replayed), followers)
+
+
+def prompt(length: int) -> list[int]:
+    """Some ids."""
+    return [int(i) for i in np.random.default_rng(length).integers(3, 320, length)]
+
+
+def follow(fd: int) -> None:
+    """Be a rank above 0."""
+    channel = Channel(socket.socket(fileno=fd))
+    setup = channel.receive()
+    assert isinstance(setup, Setup)
+    comm = GroupComm(Ranks(setup.rank, setup.size), join_store(setup.port, setup.size), CPU)
+    follower = GpuFollower(make_rank(str(Path(setup.model)), comm, replayed=setup.config["replayed"]))
+    try:
+        while True:
+            order = channel.receive()
+            assert isinstance(order, Order)
+            follower.follow(order)
+    except Closed:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    follow(int(sys.argv[1]))

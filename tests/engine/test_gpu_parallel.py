@@ -1,0 +1,134 @@
+"""Several ranks of the GPU engine without a GPU (see `played_gpu`): the same tokens as one rank, and one end for all.
+
+Each test is a process of its own, as the interpreter must be chosen before Triton is first imported.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import write_checkpoint
+
+pytestmark = pytest.mark.slow
+SETUP = """
+import os, signal, sys
+import numpy as np, psutil, torch
+from services.scheduler.core.batch import mask_words
+from services.scheduler.core.ports import EngineFault
+from shared.sampling import SamplingParams
+from tests.engine.driver import GREEDY, Driver, pack_mask
+from tests.engine.played_gpu import make_engine, prompt
+from tests.waiting import eventually
+model = sys.argv[1]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.engine.played_gpu import SHAPE
+
+    # 321 does not divide: the pieces of the vocabulary are not alike, and none begins at a round number.
+    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", **SHAPE, vocab_size=321)
+
+
+def interpret(code: str, model: Path) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", SETUP + textwrap.dedent(code), str(model)],
+        env=env, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_two_ranks_draw_what_one_draws(model: Path) -> None:
+    """Each way to draw; a prefix that is there already; prompts in pieces beside others; graphs and none."""
+    interpret(
+        """
+        ways = [GREEDY, SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.9, top_p=0.8, seed=4),
+                SamplingParams(temperature=1.0, seed=5, frequency_penalty=0.5, logit_bias={7: 1.0}, logprobs=2)]
+
+        def play_through(engine):
+            said, paths = [], set()
+            for params in ways:
+                driver = Driver(engine)
+                seqs = driver.run([prompt(n) for n in (1, 17)], 3, params)
+                first = driver.add(prompt(40), params)
+                driver.prefill([first], chunk=25)
+                late = driver.add(prompt(40), params)
+                driver.share(late, first, 32)
+                driver.prefill([late], beside=[first])
+                paths.add(engine._run.path)
+                driver.decode([first, late], 1)
+                paths.add(engine._run.path)
+                said.append([seq.output for seq in (*seqs, first, late)])
+                said.append([round(p, 3) for seq in (*seqs, first, late) for p in seq.logprobs])
+            return said, paths
+
+        alone, _ = play_through(make_engine(model, 1))
+        engine = make_engine(model, 2, replayed=True)
+        found, paths = play_through(engine)
+        assert found == alone, (found, alone)
+        assert paths == {"decode_graph", "mixed_graph"}
+        times = {mode: sum(graph.times for graph, _ in graphs._graphs.values())
+                 for mode, graphs in engine._rank.draws.items()}
+        assert min(times["pieces"], times["whole"]) >= 3, times
+        engine.close()
+    """,
+        model,
+    )
+
+
+def test_masks_scores_and_many_pages(model: Path) -> None:
+    interpret(
+        """
+        outputs = []
+        for ranks in (1, 2):
+            engine = make_engine(model, ranks, replayed=ranks == 2)
+            driver = Driver(engine)
+            a, b = driver.add(prompt(9)), driver.add(prompt(70), SamplingParams(temperature=1.0, seed=8))
+            mask = pack_mask({69, 70}, 321)[None]
+            step = driver.launch([(a, 9), (b, 70)], masks={a.slot: mask[0]}, num_top=2)
+            result = driver.settle(step)
+            assert result.token_ids[0] in (69, 70)
+            scores = [np.round(result.scores[row].logprobs, 3).tolist() for row in (0, 1)]
+            ahead = driver.launch([(a, 1), (b, 1)], masks={a.slot: pack_mask({5, 6}, 321)})
+            driver.settle(ahead)
+            driver.decode([a, b], 2)
+            outputs.append((a.output, b.output, scores, result.scores[1].top_ids.tolist()))
+            engine.close()
+        assert outputs[0] == outputs[1], outputs
+    """,
+        model,
+    )
+
+
+def test_a_dead_rank_ends_the_engine(model: Path) -> None:
+    interpret(
+        """
+        engine = make_engine(model, 2)
+        driver = Driver(engine)
+        driver.run([prompt(7)], 2)
+        follower, = psutil.Process().children(recursive=True)
+        os.kill(follower.pid, signal.SIGKILL)
+
+        def is_lost():
+            try:
+                engine.check()
+            except EngineFault as e:
+                return "rank 1 ended" in str(e)
+            return False
+        eventually(is_lost, "the engine knows")
+        try:
+            driver.run([prompt(7)], 2)
+        except EngineFault:
+            engine.close()
+        else:
+            raise AssertionError("it went on")
+        assert not psutil.Process().children()
+    """,
+        model,
+    )
