@@ -4,6 +4,7 @@
 
 PORT ?= 8000
 ARGS ?=
+SERVED ?=
 T ?= tests
 # Processes that test side by side; most tests wait for services, not for the processor.
 TEST_PROCESSES ?= 3
@@ -95,8 +96,11 @@ bench: $(VENV)/.dev-ready ## Measure offline throughput beside its floor: make b
 bench-served: $(VENV)/.dev-ready ## Measure the served stack beside transformers serve: make bench-served [ARGS="--repeats 3"]
 	@$(PIP) install -q -e '.[bench]' && $(BIN)/python -m bench.served_cpu $(ARGS)
 
-bench-gpu: $(VENV)/.dev-ready ## Measure the engine on a GPU beside its floor: make bench-gpu [ARGS="--models Qwen3-0.6B --profile"]
-	@$(BIN)/python -m bench.gpu $(ARGS)
+bench-gpu: $(VENV)/.dev-ready ## Measure a GPU beside its floor, in process and served: make bench-gpu [ARGS="--profile"] [SERVED="--tokenizer DIR"]
+	@mkdir -p bench/out
+	@$(BIN)/python -m bench.gpu --json bench/out/gpu.json $(ARGS)
+	@$(BIN)/python -m bench.gpu_served --ceilings bench/out/gpu.json --json bench/out/gpu_served.json $(SERVED)
+	@$(BIN)/python -m bench.gpu_served --models Qwen3-14B --streams "" --long 32000 $(SERVED)
 
 test-gpu: $(VENV)/.dev-ready ## Run the tests that need a GPU
 	@$(BIN)/python -m pytest tests/gpu

@@ -1,6 +1,7 @@
 """The engine on a GPU, without a broker: the mixed workload, single streams, and where a step's time goes.
 
     python -m bench.gpu [--models Qwen3-0.6B,Qwen3-14B] [--repeats 3] [--streams 1,16] [--profile] [--json FILE]
+        [--tensor-parallel 2]
 
 Runs the real scheduler and step loop on dummy weights. Measures the device's ceilings first, so that each figure
 stands beside the least time that the workload could take there. Medians of the repeats; prompts differ between
@@ -13,6 +14,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -192,6 +194,7 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
         max_running=256,
         max_seq_len=4096,
         max_step_tokens=flags.step_tokens or STEP_TOKENS[name],
+        ranks=flags.tensor_parallel,
     )
     engine = build_engine(config, locate(str(write_model(name, folder))))
     stack = Stack(engine)
@@ -199,7 +202,8 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
     lengths = draw_lengths()
     if flags.order == "longest":
         lengths.sort(key=lambda each: -each[1])
-    floor = floor_s(Sizes.of(MODELS[name]), lengths, ceilings)
+    # Each rank reads and computes its share at the same time; that they wait for each other's sums is not counted.
+    floor = floor_s(Sizes.of(MODELS[name]), lengths, ceilings) / flags.tensor_parallel
     num_tokens = sum(answer for _, answer in lengths)
     stack.run([(length, 12) for length, _ in lengths])
     diary = Diary(engine)
@@ -208,6 +212,7 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
     speed = statistics.median(run["tok_per_s"] for run in runs)
     figures: dict[str, Any] = {
         "model": name,
+        "tensor_parallel": flags.tensor_parallel,
         "ready_s": round(ready_s, 1),
         "kv_tokens": engine.limits.num_pages * engine.limits.page_size,
         "offline_tok_per_s": speed,
@@ -238,11 +243,15 @@ def main() -> None:
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",") if part], default=[1, 16])
     parser.add_argument("--order", choices=["arrival", "longest"], default="longest", help="longest answers first")
     parser.add_argument("--step-tokens", type=int, help="tokens of one step, in place of the model's own")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share a model")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a GPU")
+    if flags.tensor_parallel > 1:
+        ranks = str(flags.tensor_parallel)
+        subprocess.run([sys.executable, "-m", "bench.all_reduce", "--ranks", ranks], check=True)
     sys.setswitchinterval(5e-4)
     ceilings = measure_ceilings()
     facts = {

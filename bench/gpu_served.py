@@ -1,11 +1,12 @@
 """The whole stack on a GPU, as a client sees it: many streams, a few, one, and a long prompt beside running streams.
 
-    python -m bench.gpu_served --tokenizer DIR [--models Qwen3-0.6B,Qwen3-14B] [--repeats 3] [--args "..."]
-    python -m bench.gpu_served --tokenizer DIR --models Qwen3-14B --long 32000 --streams ""
+    python -m bench.gpu_served [--tokenizer DIR] [--models Qwen3-0.6B,Qwen3-14B] [--repeats 3] [--args "..."]
+    python -m bench.gpu_served --models Qwen3-14B --long 32000 --streams ""
 
-Launches api (4 workers), tokenizer, scheduler, detokenizers and Redis on this machine, on dummy weights and with the
-real tokenizer of the model (`--tokenizer`: a folder with its tokenizer.json), and asks over HTTP from processes of its
-own. The workload is that of `bench.gpu`; so are the ceilings and the floor that stand beside the figures.
+Launches api (4 workers), tokenizer, scheduler, detokenizers and Redis on this machine, on dummy weights, and asks over
+HTTP from processes of its own. `--tokenizer` names a folder with the real tokenizer.json of the model; without it one
+with as many words is made. The workload is that of `bench.gpu`; so are the ceilings and the floor that stand beside
+the figures.
 """
 
 import argparse
@@ -20,7 +21,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from bench.load_client import run_load
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from bench.load_client import WORDS, run_load
 from bench.long_prompt import measure as measure_long_prompt
 from bench.plane_stack import Stack, machine
 from bench.workloads import MODELS, Ceilings, Sizes, draw_lengths, floor_s, write_model
@@ -33,13 +39,33 @@ FLAGS: Final = (
 )
 
 
-def write_served_model(name: str, tokenizer: Path, folder: Path) -> Path:
-    """Write a model's config beside its tokenizer; returns the folder of the model."""
+def write_served_model(name: str, tokenizer: Path | None, folder: Path) -> Path:
+    """Write a model's config beside its tokenizer, or one with as many words; returns the folder of the model."""
     path = write_model(name, folder)
+    if tokenizer is None:
+        make_tokenizer(MODELS[name]["vocab_size"]).save(str(path / "tokenizer.json"))
+        return path
     for file in tokenizer.iterdir():
         if file.name.startswith(("tokenizer", "vocab", "merges", "chat_template")):
             shutil.copy(file, path)
     return path
+
+
+def make_tokenizer(size: int) -> Tokenizer:
+    """Make a byte-level tokenizer to which each of our words is one token; the other tokens are never in a prompt."""
+    vocab = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    merges = []
+    for word in WORDS:
+        for end in range(1, len(word) + 1):
+            whole = f"\u0120{word[:end]}"  # with the space before it
+            if whole not in vocab:
+                merges.append((whole[:-1], whole[-1]))
+                vocab[whole] = len(vocab)
+    vocab |= {f"\u0120w{i}": i for i in range(len(vocab), size)}
+    tokenizer = Tokenizer(BPE(vocab, merges))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer
 
 
 def serve(stack: Stack, name: str, flags: argparse.Namespace) -> list[dict[str, Any]]:
@@ -75,7 +101,7 @@ def main() -> None:
     """Run what the flags ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="Qwen3-0.6B")
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--streams", type=lambda t: [int(part) for part in t.split(",") if part], default=[256, 16, 1])
     parser.add_argument("--long", type=int, default=0, help="tokens of a long prompt beside 64 streams; 0 is none")

@@ -23,6 +23,8 @@ _TEXT: Final = (
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend"
 )
+WORDS: Final = tuple(_TEXT.split())
+"""Of prompts; a token each for most tokenizers."""
 
 
 @dataclass(slots=True)
@@ -98,7 +100,7 @@ def _work(
 
 async def _run(url: str, model: str, lengths: list[tuple[int, int]], streams: int, seed: int, start: float) -> Seen:
     rng, seen, waiting = random.Random(seed), Seen(), iter(lengths)
-    requests = ((" ".join(rng.choices(_TEXT.split(), k=prompt)), answer) for prompt, answer in waiting)
+    requests = ((" ".join(rng.choices(WORDS, k=prompt)), answer) for prompt, answer in waiting)
 
     async def stream(session: aiohttp.ClientSession) -> None:
         for prompt, answer in requests:
