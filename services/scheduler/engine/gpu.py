@@ -84,7 +84,7 @@ class GpuEngine:
         self._num_launched = 0
         self._undrawn: GpuStep | None = None
         self._fault: BaseException | None = None
-        self._is_busy = False
+        self._is_busy = self._is_left = self._is_closed = False
         if followers is not None:
             followers.watch(self._lose)
 
@@ -142,14 +142,20 @@ class GpuEngine:
 
     def close(self) -> None:
         """Let the device finish and free it. Safe to call twice, and from another thread than the others."""
-        if self._fault is None:
-            self._fault = RuntimeError("the engine is closed")
+        if self._is_closed:
+            return
+        self._is_closed, lost = True, self._fault is not None
+        self._fault = self._fault or RuntimeError("the engine is closed")
+        if lost and self._followers is not None:
+            self._leave_device()
+            self._followers.close()
+        elif not lost:
+            self._is_busy = True
             self._rank.close()
+            self._is_busy = False
             if self._followers is not None:
                 self._followers.close()
                 self._rank.comm.close()
-        elif self._followers is not None:
-            self._followers.close()  # the device may wait for ever for a rank that is gone
 
     # --- the forward pass
 
@@ -267,15 +273,22 @@ class GpuEngine:
             self._check()
             time.sleep(_LOOK_S)
 
+    def _leave_device(self) -> bool:
+        """See that the process, when it ends, does not wait for the device; returns whether there is one."""
+        on_gpu = self._rank.model.device.type == "cuda"
+        if on_gpu and not self._is_left:
+            self._is_left = True
+            atexit.register(_end)
+        return on_gpu
+
     def _lose(self, lost: RankLost) -> None:
         """A rank has ended: what was launched may never retire, and whoever asks the device waits for ever.
 
         So the process ends without asking it: by itself, or here when it is caught in a call. Any thread.
         """
         self._fault = self._fault or lost
-        if self._rank.model.device.type != "cuda":
+        if not self._leave_device():
             return
-        atexit.register(_end)
         until = time.monotonic() + _LEAVE_S
         while self._is_busy and time.monotonic() < until:
             time.sleep(0.01)

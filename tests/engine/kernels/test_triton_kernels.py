@@ -309,3 +309,27 @@ def test_ranks_add_up_in_each_others_memory(ranks: int, tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_a_rank_that_is_ahead_is_not_waited_for() -> None:
+    """Whoever has this rank's flag may set its next one before this rank has looked."""
+    interpret("""
+        import numpy as np, torch
+        from services.scheduler.engine.kernels import all_reduce as kernels
+        kernels.SMALL_WORDS, kernels.LARGE_WORDS, kernels._TILE, kernels.CHANNELS = 64, 256, 128, 4
+        own, other = (np.zeros(kernels.num_words(2), np.int64) for _ in range(2))
+        addresses = torch.tensor([own.ctypes.data, other.ctypes.data])
+        places = kernels.PeerPlaces(addresses, torch.zeros((2, 4), dtype=torch.int32), 0, 2)
+        first = 2 * 2 * 4 * 64
+        large = own[first:].view(np.int32)
+        theirs = torch.randn(512)
+        for channel in range(4):
+            at = ((1 * 2 + 1) * 4 + channel) * 256
+            large[at : at + 128] = theirs[128 * channel : 128 * channel + 128].view(torch.int32).numpy()
+        flags = own[first + 2 * 4 * 256 :].view(np.int32)
+        flags[4:8] = 2
+        mine = torch.randn(512)
+        assert torch.equal(kernels.all_reduce(mine, places), mine + theirs)
+        assert places.calls.tolist() == [[0] * 4, [1] * 4]
+        assert other[first + 2 * 4 * 256 :].view(np.int32)[:4].tolist() == [1] * 4
+    """)

@@ -142,7 +142,8 @@ def _large_kernel(x, out, size, per_channel, addresses, calls, RANK: tl.constexp
         if rank != RANK:
             flag = (own + flags).to(tl.pointer_type(tl.int32)) + rank * CHANNELS + channel
             found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            while found != call:
+            # Who has this rank's flag may have gone on to the next call already, and no further.
+            while found - call < 0:
                 found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
     for at in range(0, end - begin, TILE):
