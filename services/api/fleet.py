@@ -19,6 +19,7 @@ from shared.broker.connection import AsyncBroker
 from shared.broker.control import Observer, beat_and_look, retire
 from shared.dialect import Dialect
 from shared.errors import BrokerError
+from shared.ids import birth_mark
 from shared.keys import BEAT_S, Role
 from shared.messages import Heartbeat, encode
 from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, LEASES_LOST, LIVING, STRANGE_KEYS, Metrics
@@ -179,6 +180,7 @@ class Fleet:
             version=self._version,
             draining=self.draining,
             port=self._port,
+            birth=birth_mark(),
             num_running=self.num_open,
             num_said=self.waits.num_said,
             ttft_counts=list(self.waits.ttft),

@@ -113,7 +113,10 @@ class Connection(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server; the first signal drains and ends with 0, the second ends at once with 1."""
+    """uvicorn's server; the first signal drains and ends with 0, the second ends at once with 1.
+
+    A replica of which a part has died drains too, and ends with 1: whoever started it starts it again.
+    """
 
     def __init__(self, config: uvicorn.Config, service: ApiService) -> None:
         super().__init__(config)
@@ -143,8 +146,9 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """End with the parent: a worker alone would keep the port and nobody would restart it."""
-        if self._parent and os.getppid() != self._parent:
+        """End with the parent, as a worker alone would keep the port, and when a part of this replica has died."""
+        orphaned = self._parent and os.getppid() != self._parent
+        if not self.should_exit and (orphaned or self._service.faulted):
             self.handle_exit(signal.SIGTERM, None)
         return await super().on_tick(counter)
 
@@ -201,4 +205,4 @@ def serve(settings: ApiSettings) -> int:
     log.info("listening on http://%s:%d", settings.host, port)
     garbage.settle()
     server.run(sockets=[sock])
-    return 0 if server.started else 1
+    return 0 if server.started and not service.faulted else 1

@@ -48,6 +48,7 @@ class ApiService:
         incarnation: names the inbox; new at every start.
         drain_deadline: monotonic seconds at which running requests are ended; infinite while not draining.
         readiness: what `/readyz` answers from.
+        faulted: a background task has died.
     """
 
     def __init__(self, settings: ApiSettings, *, port: int = 0) -> None:
@@ -78,6 +79,7 @@ class ApiService:
         self._tasks: list[asyncio.Task[None]] = []
         self._sweep_all = False
         self.drain_deadline = float("inf")
+        self.faulted = False
 
     async def start(self) -> None:
         """Start the background tasks. Probes answer from here on; the broker may still be away."""
@@ -182,13 +184,14 @@ class ApiService:
     # --- background --------------------------------------------------------------------------------------
 
     async def _guard(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Say when a background task dies, and serve nobody new: nothing else would tell, until a client hangs."""
+        """Say when a background task dies, and end: nothing else would tell, until a client hangs."""
         try:
             await work
         except Exception:
             log.critical("the task %s died", name, exc_info=True)
             self.readiness.missing(f"{name} task")
             self._ready.set(0)  # it may have been the one that says so
+            self.faulted = True
             raise
 
     async def _connect_and_beat(self) -> None:

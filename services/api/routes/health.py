@@ -27,10 +27,11 @@ def _json(status: int, body: dict[str, object]) -> Response:
 
 
 @router.head("/livez", include_in_schema=False)
-@router.get("/livez", openapi_extra=described(None, Liveness))
-async def livez() -> Response:
-    """Say that the process lives: its event loop answers."""
-    return _json(200, {"alive": True})
+@router.get("/livez", openapi_extra=described(None, Liveness, busy=True))
+async def livez(request: Request) -> Response:
+    """Say that the process lives: its event loop answers, and no part of it has died."""
+    service: ApiService = request.app.state.service
+    return _json(503 if service.faulted else 200, {"alive": not service.faulted})
 
 
 @router.head("/startupz", include_in_schema=False)
