@@ -1,4 +1,4 @@
-"""Entry of the launcher: `python -m services.launcher [serve | shell | dead] [flags]`; a bare call serves."""
+"""Entry of the launcher: `python -m services.launcher [serve | shell | warmup | dead] [flags]`; a bare call serves."""
 
 import json
 import os
@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from services.launcher import dead, hints, shell
+from services.launcher import dead, hints, shell, warmup
 from services.launcher.defaults import Plan, model_variables, plan
 from services.launcher.joining import GIVEN_BROKER, redis_url, running_broker
 from services.launcher.redis_server import own_redis
 from services.launcher.run_files import RunFiles
 from services.launcher.settings import LauncherSettings, parse, settings_fields
 from services.launcher.supervisor import Supervisor, say
+from services.scheduler.settings import SchedulerSettings
 from shared.errors import BrokerError, ConfigError, Unavailable
 from shared.settings import load
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     for warning in hints.of_variables(os.environ, settings_fields()) if args.command == "serve" else ():
         say(warning)
     try:
+        if args.command == "warmup":
+            return warmup.run(load(SchedulerSettings))
         settings = load(LauncherSettings)
         if args.command == "dead":
             return dead.run(running_broker(settings), args)

@@ -78,7 +78,7 @@ def with_flags(message: str, variables: Iterable[str], argv: Sequence[str]) -> s
         argv: the command line.
     """
     typed = {word.partition("=")[0] for word in argv}
-    aliases = {"--tensor-parallel-size": "--tp", "--api-keys": "--api-key"}
+    aliases = {"--tensor-parallel-size": "--tp", "--api-keys": "--api-key", "--kernel-cache-dir": "--cache-dir"}
     for variable in variables:
         flag = f"--{variable.removeprefix(ENV_PREFIX).lower().replace('_', '-')}"
         shown = flag if flag in typed else aliases.get(flag, flag)

@@ -51,7 +51,11 @@ SERVICES: Final[Mapping[Role, type[ServiceSettings]]] = {
 
 _PER_INSTANCE: Final = frozenset({"name", "health_port", "health_port_strict"})
 """Fields that the launcher gives to each instance itself."""
-_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {"tensor_parallel_size": ("--tp",), "api_keys": ("--api-key",)}
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "tensor_parallel_size": ("--tp",),
+    "api_keys": ("--api-key",),
+    "kernel_cache_dir": ("--cache-dir",),
+}
 _DOC_FIELD: Final = re.compile(r"^\s{4}(\w+): (.*)$")
 ALL_SERVICES: Final = "all services"
 
@@ -70,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m services.launcher", description="Run Millrace without containers.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | shell | dead")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | shell | warmup | dead")
     _add_flags(
         commands.add_parser(
             "serve",
@@ -88,6 +92,17 @@ def build_parser() -> argparse.ArgumentParser:
             usage="%(prog)s [--flag value ...]",
             description="Talk to the model. It joins services that run already, or starts its own with one request "
             "slot; the flags are those of `serve`.",
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+    )
+    _add_flags(
+        commands.add_parser(
+            "warmup",
+            help="compile the kernels that a model needs on this machine's GPU",
+            usage="%(prog)s [--model NAME] [--cache-dir PATH] [--flag value ...]",
+            description="Compile every kernel that serving needs, into a folder with which a start needs no compiler. "
+            "Give it the flags of `serve`: those of the scheduler shape kernels.",
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
@@ -132,7 +147,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
 
     A call without a command serves. Ends the process, naming the flag, when one is unknown.
     """
-    commands = {"serve", "shell", "dead", "-h", "--help"}
+    commands = {"serve", "shell", "warmup", "dead", "-h", "--help"}
     args, unknown = build_parser().parse_known_args(argv if argv and argv[0] in commands else ["serve", *argv])
     parser: argparse.ArgumentParser = args.parser
     del args.parser

@@ -263,8 +263,10 @@ def build(settings: SchedulerSettings) -> Engine:
             raise ConfigError("MILLRACE_TENSOR_PARALLEL_SIZE: the fake engine has one rank")
         return FakeEngine(fake_config(settings, files))
     from services.scheduler.engine.engine import build_engine  # torch only where it is used
+    from services.scheduler.engine.kernel_cache import kept_kernels
 
-    return build_engine(engine_config(settings), files)
+    with kept_kernels(settings.kernel_cache_dir, settings.device):
+        return build_engine(engine_config(settings), files)
 
 
 def refuse_unbuilt(settings: SchedulerSettings) -> None:

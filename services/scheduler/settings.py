@@ -4,6 +4,7 @@ Each field is the environment variable `MILLRACE_<FIELD>` and the launcher's fla
 bounds only; what a value means for a device is the engine's to decide.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -39,6 +40,8 @@ class SchedulerSettings(ModelSettings):
         attention_backend: name, or `prefill,decode` names.
         moe_backend: kernels of mixture-of-experts layers.
         cuda_graph_max_bs: largest batch with a captured graph on a GPU; 0 captures none, unset is chosen by the device.
+        kernel_cache_dir: folder of a GPU's compiled kernels, which `launcher warmup` fills ahead of a start; unset is
+            TRITON_CACHE_DIR, or `millrace/kernels` in the user's cache.
         disable_overlap: settle each step before the next is planned.
         disable_custom_all_reduce: NCCL alone between GPUs; there is no other way yet, so it changes nothing.
         stuck_after: seconds one step may take; then the process tells where it stands and ends, so that others take
@@ -71,6 +74,7 @@ class SchedulerSettings(ModelSettings):
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     cuda_graph_max_bs: int | None = Field(default=None, ge=0)
+    kernel_cache_dir: Path | None = None
     disable_overlap: bool = False
     disable_custom_all_reduce: bool = False
     stuck_after: float = Field(default=300.0, ge=0.0)

@@ -10,24 +10,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
 import torch
 
-from services.scheduler.core.batch import Batch, SlotSetup
 from services.scheduler.core.ports import EngineLimits
 from services.scheduler.engine.gpu import GpuEngine
 from services.scheduler.engine.gpu_follower import GpuFollower
 from services.scheduler.engine.gpu_rank import GpuRank
 from services.scheduler.engine.graph import decode_sizes, mixed_sizes
-from services.scheduler.engine.kernels.prefill_attention import TILE
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.memory import PoolRequest, plan_pages
 from services.scheduler.engine.models.llama import LlamaModel
 from services.scheduler.engine.parallel.comm import SOLO, Comm
 from services.scheduler.engine.parallel.group import Followers
 from services.scheduler.engine.stream import Streams
+from services.scheduler.engine.warm_up import warm_up
 from shared.errors import ConfigError
-from shared.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -131,31 +128,3 @@ def _measure(model: LlamaModel, limits: EngineLimits, streams: Streams, sizes: l
     torch.cuda.empty_cache()
     log.info("beside the pool: %d MB for a step, %d MB for graphs", step_bytes >> 20, graph_bytes >> 20)
     return step_bytes + graph_bytes + max(0, own_bytes)
-
-
-def warm_up(engine: GpuEngine) -> None:
-    """Compute prompts and tokens once, so that no request pays for what is compiled at first use.
-
-    It writes to the first pages and slots before anybody owns them.
-    """
-    limits = engine.limits
-    most = min(limits.num_pages * limits.page_size, limits.max_seq_len - 1, limits.max_step_tokens - 1, 2 * TILE)
-    columns = -(-most // limits.page_size)
-    table = np.arange(columns, dtype=np.int32)[None]
-    ids = np.zeros(most, dtype=np.int32)
-    rows = min(2, limits.max_running)
-    params = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, logprobs=1)
-    for lengths in ([most], [1, most - 1][:rows], [1]):
-        batch = Batch(
-            step=0,
-            num_decode=len(lengths) - 1,
-            slots=np.arange(len(lengths), dtype=np.int32),
-            starts=np.zeros(len(lengths), dtype=np.int32),
-            lengths=np.array(lengths, dtype=np.int32),
-            input_ids=ids[: sum(lengths)],
-            page_table=np.repeat(table, len(lengths), 0),
-            sample=np.ones(len(lengths), dtype=np.bool_),
-            out_index=np.ones(len(lengths), dtype=np.int32),
-            setups=tuple(SlotSetup(slot, params, ids[:1], ids[:0]) for slot in range(len(lengths))),
-        )
-        engine.wait(engine.launch(batch))
