@@ -29,8 +29,6 @@ _ONE_THREAD: Final[Mapping[str, str]] = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _ENGINE_THREADS: Final[Mapping[str, str]] = {
-    "OMP_WAIT_POLICY": "passive",  # an engine that waits for its step must not burn the cores of the services
-    "KMP_BLOCKTIME": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 

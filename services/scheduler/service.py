@@ -15,6 +15,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.page_pool import LIVE, QUARANTINED
 from services.scheduler.core.ports import Engine, EngineLimits, ShowsProgress
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine.threads import wait_briefly
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from services.scheduler.grammar.compiler import GrammarCompiler, GrammarVocabulary
 from services.scheduler.link_config import LinkConfig
@@ -262,6 +263,7 @@ def build(settings: SchedulerSettings) -> Engine:
         if settings.tensor_parallel_size > 1:
             raise ConfigError("MILLRACE_TENSOR_PARALLEL_SIZE: the fake engine has one rank")
         return FakeEngine(fake_config(settings, files))
+    wait_briefly()
     from services.scheduler.engine.engine import build_engine  # torch only where it is used
     from services.scheduler.engine.kernel_cache import kept_kernels
 

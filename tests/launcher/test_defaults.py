@@ -62,7 +62,6 @@ def test_nothing_listens_to_the_world_unless_told_to(monkeypatch: pytest.MonkeyP
 
 def test_the_engine_gets_the_cores_and_the_others_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = make()
-    assert specs["scheduler-0"]["OMP_WAIT_POLICY"] == "passive"
     assert specs["scheduler-0"]["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
     for name in ("api-0", "tokenizer-0", "detokenizer-0"):
         assert specs[name]["OMP_NUM_THREADS"] == "1"

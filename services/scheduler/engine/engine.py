@@ -22,6 +22,7 @@ from services.scheduler.engine.models.registry import describe, is_own, model_cl
 from services.scheduler.engine.parallel.comm import SOLO, Comm, GroupComm, open_store
 from services.scheduler.engine.parallel.group import Followers, RankLost
 from services.scheduler.engine.parallel.state import Ranks
+from services.scheduler.engine.threads import on_passing_thread
 from services.scheduler.engine.weights.loader import load_weights
 from shared.errors import ConfigError
 
@@ -101,7 +102,7 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> Engine:
 
         engine = start_gpu_engine(load_model(plan, files), plan.limits, plan.pool, config.cuda_graph_max_bs)
     else:
-        model = _load_any(plan, files)
+        model = on_passing_thread(lambda: _load_any(plan, files))
         cache = make_cache(plan, model)
         engine = LocalEngine(model, cache, _sized(plan.limits, cache), config.attention_backend, plan.threads)
         engine.warm_up()

@@ -26,11 +26,14 @@ from services.scheduler.engine.models.llama import Model
 from services.scheduler.engine.parallel.comm import SOLO, Comm
 from services.scheduler.engine.parallel.group import Followers, RankLost
 from services.scheduler.engine.sampler import Guides, Sampler, score_tokens
+from services.scheduler.engine.threads import spread
 from shared.sampling import SamplingParams
 
 _WARM_UP_TOKENS: Final = 16
 _CLOSE_TIMEOUT_S: Final = 10.0
 _LOST_TIMEOUT_S: Final = 1.0
+_LARGE: Final = 1 << 20
+"""Numbers to add up that torch divides between all its threads."""
 
 
 class LocalStep:
@@ -172,6 +175,7 @@ class LocalEngine:
         """The thread: one step after the other; after a fault every step fails."""
         if self._model.device.type == "cpu":
             set_threads(self._threads)
+            spread(_operate, self._threads)
         with torch.inference_mode():
             while (step := self._steps.get()) is not None:
                 self._running = step
@@ -264,6 +268,10 @@ class _Counted:
     ) -> Tensor:
         self._advance()
         return self._plan.run(layer_id, q, k, v, scale=scale, window=window, softcap=softcap)
+
+
+def _operate() -> None:
+    torch.ones(_LARGE).sum()
 
 
 class FollowerEngine:
