@@ -181,3 +181,29 @@ def test_the_example_of_the_environment_is_what_the_settings_say() -> None:
     named = set(re.findall(r"^#?MILLRACE_(\w+)=", PATH.read_text(encoding="utf-8"), re.MULTILINE))
     classes = (LauncherSettings, *SERVICES.values())
     assert named == {name.upper() for cls in classes for name in cls.model_fields}
+
+
+def test_warmup_takes_the_flags_of_the_scheduler() -> None:
+    args, variables = parse(["warmup", "--model", "x/y", "--cache-dir", "/c", "--tp", "2", "--cuda-graph-max-bs=64"])
+    assert args.command == "warmup"
+    assert variables == {
+        "MILLRACE_MODEL": "x/y",
+        "MILLRACE_KERNEL_CACHE_DIR": "/c",
+        "MILLRACE_TENSOR_PARALLEL_SIZE": "2",
+        "MILLRACE_CUDA_GRAPH_MAX_BS": "64",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--device", "cpu"], 2, "--device (MILLRACE_DEVICE): kernels are compiled for GPUs"),
+        (["--engine", "fake"], 2, "--engine (MILLRACE_ENGINE): the fake engine has no kernels"),
+        (["--cuda-graph-max-bs", "-1"], 2, "--cuda-graph-max-bs (MILLRACE_CUDA_GRAPH_MAX_BS)"),
+        (["--cache-dir", "/dev/null/x"], 1, "torch sees none here"),
+        (["--cash-dir", "/tmp"], 2, "did you mean --cache-dir?"),
+    ],
+)
+def test_warmup_says_why_it_compiles_nothing(flags: list[str], code: int, words: str) -> None:
+    found = launcher("warmup", *flags, CUDA_VISIBLE_DEVICES="")
+    assert found.returncode == code and words in found.stderr, found.stderr
