@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak chaos lint lint-ops fmt dashboards pictures page-pictures env-example clean build up down ps logs lock sbom
+.PHONY: help run warmup dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak chaos lint lint-ops fmt dashboards pictures page-pictures env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -29,6 +29,9 @@ help: ## List the targets
 
 run: $(VENV)/.run-ready ## Serve the embedded model: make run [PORT=8000] [ARGS="--apis 2 ..."]
 	@exec $(BIN)/python -m services.launcher serve --port $(PORT) $(ARGS)
+
+warmup: $(VENV)/.run-ready ## Compile the kernels of a model for this machine's GPU: make warmup ARGS="--model X --cache-dir DIR"
+	@exec $(BIN)/python -m services.launcher warmup $(ARGS)
 
 dead: $(VENV)/.run-ready ## Look after given-up requests: make dead ARGS="list"
 	@exec $(BIN)/python -m services.launcher dead $(ARGS)

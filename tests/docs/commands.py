@@ -221,6 +221,9 @@ def _compose_command(words: list[str], services: set[str]) -> None:
             if command == "exec":
                 check(shlex.join(rest))
                 return
+            if command == "run" and rest:  # the entry point of the images is `python -m`
+                check(shlex.join(("python", "-m", *rest)))
+                return
 
 
 # ---- Kubernetes ----

@@ -74,6 +74,7 @@ EVERYTHING: Final[Json] = {
             "runtimeClassName": "nvidia",
             "readOnlyRootFilesystem": False,
             "cache": {"persistent": True, "accessModes": ["ReadWriteMany"], "annotations": {"backup": "no"}},
+            "warmup": True,
             "autoscaling": {"enabled": True, "serverAddress": "http://prometheus:9090"},
             "tokenizer": {**OWN, "autoscaling": {"enabled": True, "by": "lag"}, "settings": {"tokenizerBatch": 64}},
             "detokenizer": {**OWN, "autoscaling": {"enabled": True}, "settings": {"maxReplies": 8000000}},

@@ -244,6 +244,20 @@ def test_a_value_that_is_false_or_nothing_wins_over_the_default() -> None:
     assert "annotations" not in find(manifests, "PersistentVolumeClaim", "rel-millrace-cache-a")["metadata"]
 
 
+def test_kernels_are_compiled_ahead_where_that_is_asked_for() -> None:
+    pod = find(made("everything"), "Deployment", "rel-millrace-scheduler-qwen")["spec"]["template"]["spec"]
+    *_, warmup = pod["initContainers"]
+    serving = pod["containers"][0]
+    assert (warmup["name"], warmup["args"]) == ("warmup", ["services.launcher", "warmup"])
+    for same in ("image", "env", "resources", "securityContext", "volumeMounts"):
+        assert warmup[same] == serving[same], same
+    assert warmup["resources"]["limits"]["nvidia.com/gpu"]
+    names = [each["name"] for _, other in pods(made("everything")) for each in containers(other)]
+    assert names.count("warmup") == 1
+    said = refused({"models": {"a": {"source": {"type": "hub", "id": "o/m"}, "warmup": True}}})
+    assert "models.a.warmup compiles kernels for GPUs, but its accelerator is cpu" in said
+
+
 def test_what_is_kept_on_a_volume_outlives_the_release() -> None:
     claim = find(made("gpu"), "PersistentVolumeClaim", "rel-millrace-cache-qwen")
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}

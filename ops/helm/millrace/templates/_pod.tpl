@@ -242,6 +242,22 @@ readOnlyRootFilesystem: {{ ternary .values.readOnlyRootFilesystem true (eq .role
     - {name: cache, mountPath: /cache}
 {{- end -}}
 
+{{/* Compiles the kernels that the scheduler will need, with its own settings and on its own GPUs. */}}
+{{- define "millrace.warmup" -}}
+- name: warmup
+  image: {{ .image }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  args: [services.launcher, warmup]
+  env:
+    {{- include "millrace.env" . | nindent 4 }}
+  resources:
+    {{- include "millrace.resources" . | nindent 4 }}
+  securityContext:
+    {{- include "millrace.securityContext" . | nindent 4 }}
+  volumeMounts:
+    {{- include "millrace.mounts" . | nindent 4 }}
+{{- end -}}
+
 {{- define "millrace.placement" -}}
 {{- with .values.priorityClassName }}
 priorityClassName: {{ . }}
@@ -304,9 +320,16 @@ spec:
   {{- with include "millrace.placement" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
-  {{- if and .model (include "millrace.downloads" .model) }}
+  {{- $downloads := and .model (include "millrace.downloads" .model) }}
+  {{- $warms := and .model (eq .role "scheduler") .model.warmup }}
+  {{- if or $downloads $warms }}
   initContainers:
+    {{- if $downloads }}
     {{- include "millrace.download" . | nindent 4 }}
+    {{- end }}
+    {{- if $warms }}
+    {{- include "millrace.warmup" . | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ .role }}

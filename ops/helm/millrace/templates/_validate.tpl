@@ -55,6 +55,9 @@
 {{- if $given -}}
 {{- fail (printf "%s.resources.limits has %s %v: GPUs follow from tensorParallelSize (%v) and accelerator" $name $model.gpu.resourceName $given $model.tensorParallelSize) -}}
 {{- end -}}
+{{- if and $model.warmup (ne $model.accelerator "gpu") -}}
+{{- fail (printf "%s.warmup compiles kernels for GPUs, but its accelerator is %s" $name $model.accelerator) -}}
+{{- end -}}
 {{- $cache := $model.cache -}}
 {{- if and $cache.persistent (not $cache.existingClaim) (eq "true" (include "millrace.isMany" $model)) (not (has "ReadWriteMany" $cache.accessModes)) -}}
 {{- fail (printf "%s has more than one scheduler: its cache.accessModes need ReadWriteMany, or cache.persistent false" $name) -}}
