@@ -1,5 +1,7 @@
 """The GPU engine where there is no GPU: kernels in Triton's interpreter, graphs played by the calls they would record.
 
+Ranks have gloo in the place of NCCL, and a file that both map in the place of each other's memory.
+
 To be imported in a process of its own that has TRITON_INTERPRET=1 from its start. Run as a module it is a rank above 0,
 as `follower` is: `use_followers` has rank 0 start it.
 """
@@ -7,12 +9,15 @@ as `follower` is: `use_followers` has rank 0 start it.
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from services.scheduler.core.ports import EngineLimits
 from services.scheduler.engine import gpu_forward, staging
@@ -23,9 +28,10 @@ from services.scheduler.engine.graph import StepGraphs
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.models.config import read_config
 from services.scheduler.engine.models.registry import model_class
-from services.scheduler.engine.parallel import group
+from services.scheduler.engine.parallel import device_comm, group
 from services.scheduler.engine.parallel.comm import SOLO, Comm, GroupComm, join_store, open_store
 from services.scheduler.engine.parallel.control import Channel, Closed, Setup
+from services.scheduler.engine.parallel.device_comm import DeviceComm
 from services.scheduler.engine.parallel.orders import Order
 from services.scheduler.engine.parallel.state import Ranks
 from services.scheduler.engine.weights.loader import load_weights
@@ -35,6 +41,47 @@ from tests.engine.no_streams import NoStreams
 SHAPE = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}
 SIZES = [1, 4]
 CPU = torch.device("cpu")
+
+
+def _open_file(num_bytes: int, ranks: Ranks, store: Any, device: torch.device) -> list[int]:
+    """Memory that all ranks can write to, as `peers.open_peers` gives it."""
+    path = Path(tempfile.gettempdir()) / f"millrace-peers-{store.port}-{ranks.rank}"
+    path.write_bytes(b"")
+    os.truncate(path, num_bytes)
+    store.set(f"file-{ranks.rank}", str(path))
+    paths = [store.get(f"file-{rank}").decode() for rank in range(ranks.size)]
+    _maps.extend(np.memmap(each, np.int64, "r+") for each in paths)
+    store.set(f"mapped-{ranks.rank}", "1")
+    store.wait([f"mapped-{rank}" for rank in range(ranks.size)])
+    path.unlink()
+    return [each.ctypes.data for each in _maps]
+
+
+_maps: list[np.memmap] = []
+
+
+def _make_gloo(store: Any, rank: int, size: int, options: Any) -> Any:
+    return GroupComm(Ranks(rank, size), store, CPU)._group
+
+
+class _WithoutNccl:
+    """`distributed_c10d` as `device_comm` needs it."""
+
+    AllreduceOptions = distributed_c10d.AllreduceOptions
+    AllgatherOptions = distributed_c10d.AllgatherOptions
+    BroadcastOptions = distributed_c10d.BroadcastOptions
+    ReduceOp = distributed_c10d.ReduceOp
+
+    class ProcessGroupNCCL:
+        Options = dict
+
+        def __new__(cls, *args: Any) -> Any:
+            return _make_gloo(*args)
+
+
+device_comm.open_peers = _open_file
+device_comm._c10d = _WithoutNccl
+device_comm._PROBED_BYTES = (4, 540_672)
 
 
 class Played:
@@ -74,14 +121,15 @@ def make_rank(model_path: str, comm: Comm = SOLO, *, replayed: bool = False) -> 
     return rank
 
 
-def make_engine(model_path: str, ranks: int, *, replayed: bool = False) -> GpuEngine:
-    """Make an engine of one rank or of several."""
+def make_engine(model_path: str, ranks: int, *, replayed: bool = False, direct: bool = False) -> GpuEngine:
+    """Make an engine of one rank, or of several, which may add up in each other's memory."""
     if ranks == 1:
         return GpuEngine(make_rank(model_path, replayed=replayed))
     group.FOLLOWER = __name__  # type: ignore[misc]
     store = open_store(ranks)
-    followers = group.Followers(ranks, store.port, model_path, {"replayed": replayed})
-    comm = GroupComm(Ranks(0, ranks), store, CPU)
+    followers = group.Followers(ranks, store.port, model_path, {"replayed": replayed, "direct": direct})
+    comm = DeviceComm(Ranks(0, ranks), store, CPU, direct=direct)
+    assert comm.is_direct is direct
     return GpuEngine(make_rank(model_path, comm, replayed=replayed), followers)
 
 
@@ -95,7 +143,8 @@ def follow(fd: int) -> None:
     channel = Channel(socket.socket(fileno=fd))
     setup = channel.receive()
     assert isinstance(setup, Setup)
-    comm = GroupComm(Ranks(setup.rank, setup.size), join_store(setup.port, setup.size), CPU)
+    store = join_store(setup.port, setup.size)
+    comm = DeviceComm(Ranks(setup.rank, setup.size), store, CPU, direct=setup.config["direct"])
     follower = GpuFollower(make_rank(str(Path(setup.model)), comm, replayed=setup.config["replayed"]))
     try:
         while True:

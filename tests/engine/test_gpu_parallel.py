@@ -87,7 +87,7 @@ def test_masks_scores_and_many_pages(model: Path) -> None:
         """
         outputs = []
         for ranks in (1, 2):
-            engine = make_engine(model, ranks, replayed=ranks == 2)
+            engine = make_engine(model, ranks, direct=ranks == 2)
             driver = Driver(engine)
             a, b = driver.add(prompt(9)), driver.add(prompt(70), SamplingParams(temperature=1.0, seed=8))
             mask = pack_mask({69, 70}, 321)[None]

@@ -275,7 +275,7 @@ def numbers(of, call, size, dtype):
 
 call = 0
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for size in (2, 130, 256, 1000, 258, 2, 512, 1024, 2):
+    for size in (2, 130, 258, 2, 512) if dtype == torch.float32 else (130, 600):
         call += 1
         each = [numbers(of, call, size, dtype) for of in range(ranks)]
         assert kernels.fits(each[0], 2)
@@ -292,7 +292,7 @@ assert not kernels.fits_gather(torch.zeros(257))
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3])
 def test_ranks_add_up_in_each_others_memory(ranks: int, tmp_path: Path) -> None:
     """Each rank is a process that runs the kernels for real, but for the device: they meet in shared memory."""
     names = [str(tmp_path / f"memory{rank}") for rank in range(ranks)]

@@ -9,7 +9,7 @@ import os
 from typing import Any, Final
 
 import torch
-import torch.distributed
+import torch.distributed.distributed_c10d
 from torch import Tensor
 
 from services.scheduler.engine.kernels import all_reduce as quick
@@ -19,7 +19,7 @@ from services.scheduler.engine.parallel.state import Ranks
 
 log = logging.getLogger(__name__)
 
-_c10d: Final[Any] = torch.distributed  # its stubs leave out what is used here
+_c10d: Final[Any] = torch.distributed.distributed_c10d  # its stubs leave out what is used here
 _PROBED_BYTES: Final = (4, 10_240, 655_360, 4 * quick.CHANNELS * quick.LARGE_WORDS)
 """Sums of both kinds, in one channel and in all."""
 
@@ -71,7 +71,8 @@ class DeviceComm:
         if self._places is not None and quick.fits_gather(x):
             return quick.all_gather(x, self._places)
         out = torch.empty((self.ranks.size, *x.shape), dtype=x.dtype, device=x.device)
-        self._finish(self._group._allgather_base(out, x, _on_this_stream(_c10d.AllgatherOptions())))
+        options = _on_this_stream(_c10d.AllgatherOptions())
+        self._finish(self._group._allgather_base(out.view(-1), x.view(-1), options))
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
