@@ -1,7 +1,7 @@
 """The engine on a GPU, without a broker: the mixed workload, single streams, and where a step's time goes.
 
     python -m bench.gpu [--models Qwen3-0.6B,Qwen3-14B] [--repeats 3] [--streams 1,16] [--profile] [--json FILE]
-        [--tensor-parallel 2]
+        [--tensor-parallel 2 [--nccl]]
 
 Runs the real scheduler and step loop on dummy weights. Measures the device's ceilings first, so that each figure
 stands beside the least time that the workload could take there. Medians of the repeats; prompts differ between
@@ -195,6 +195,7 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
         max_seq_len=4096,
         max_step_tokens=flags.step_tokens or STEP_TOKENS[name],
         ranks=flags.tensor_parallel,
+        direct_sums=not flags.nccl,
     )
     engine = build_engine(config, locate(str(write_model(name, folder))))
     stack = Stack(engine)
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--order", choices=["arrival", "longest"], default="longest", help="longest answers first")
     parser.add_argument("--step-tokens", type=int, help="tokens of one step, in place of the model's own")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share a model")
+    parser.add_argument("--nccl", action="store_true", help="all sums between GPUs through NCCL")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()

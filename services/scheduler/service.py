@@ -323,6 +323,7 @@ def engine_config(settings: SchedulerSettings) -> "EngineConfig":
         cuda_graph_max_bs=settings.cuda_graph_max_bs,
         threads=settings.threads,
         ranks=settings.tensor_parallel_size,
+        direct_sums=not settings.disable_custom_all_reduce,
     )
 
 

@@ -43,7 +43,7 @@ class SchedulerSettings(ModelSettings):
         kernel_cache_dir: folder of a GPU's compiled kernels, which `launcher warmup` fills ahead of a start; unset is
             TRITON_CACHE_DIR, or `millrace/kernels` in the user's cache.
         disable_overlap: settle each step before the next is planned.
-        disable_custom_all_reduce: NCCL alone between GPUs; there is no other way yet, so it changes nothing.
+        disable_custom_all_reduce: NCCL alone between GPUs; small sums do not go by their own memory.
         stuck_after: seconds one step may take; then the process tells where it stands and ends, so that others take
             its requests over. A step on a slow processor may take long; 0 waits for ever.
         threads: threads of one operation on a CPU; unset is all cores the process may use.

@@ -59,6 +59,7 @@ class EngineConfig:
         cuda_graph_max_bs: rows of the largest captured decode step; 0 captures none, None takes the default.
         threads: threads of one operation on a CPU; None takes OMP_NUM_THREADS or the cores this process may use.
         ranks: processes that share the model, this one included.
+        direct_sums: whether small sums of several GPUs may go by their own memory, around NCCL.
     """
 
     device: str = "auto"
@@ -75,6 +76,7 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = None
     threads: int | None = None
     ranks: int = 1
+    direct_sums: bool = True
 
 
 def build_engine(config: EngineConfig, files: "ModelFiles") -> Engine:
@@ -237,7 +239,7 @@ def _start_ranks(plan: ModelPlan, config: EngineConfig, files: "ModelFiles", *, 
         followers.watch(_end_start)
     try:
         followers.wait_ready()  # they are there
-        comm = make_comm(plan, store)
+        comm = make_comm(plan, store, direct=config.direct_sums)
         model = load_model(plan, files, comm)
         followers.wait_ready()  # they have their weights
         if on_gpu:
@@ -255,14 +257,14 @@ def _start_ranks(plan: ModelPlan, config: EngineConfig, files: "ModelFiles", *, 
     return engine
 
 
-def make_comm(plan: ModelPlan, store: Any) -> Comm:
-    """Meet the other ranks."""
+def make_comm(plan: ModelPlan, store: Any, *, direct: bool) -> Comm:
+    """Meet the other ranks; `direct` as in EngineConfig."""
     if plan.device.type == "cpu":
         return GroupComm(plan.ranks, store, plan.device)
     from services.scheduler.engine.parallel.device_comm import DeviceComm  # Triton only where it is used
 
     torch.cuda.set_device(plan.device)
-    return DeviceComm(plan.ranks, store, plan.device)
+    return DeviceComm(plan.ranks, store, plan.device, direct=direct)
 
 
 def _end_start(lost: RankLost) -> None:

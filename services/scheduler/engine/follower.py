@@ -82,7 +82,7 @@ def _start(channel: Channel, setup: Setup) -> tuple[Follow, Callable[[], None]]:
     ranks = Ranks(setup.rank, setup.size)
     plan = plan_model(config, files, ranks)
     channel.send(encode(Ready()))
-    comm = make_comm(plan, join_store(setup.port, setup.size))
+    comm = make_comm(plan, join_store(setup.port, setup.size), direct=config.direct_sums)
     model = load_model(plan, files, comm)
     channel.send(encode(Ready()))
     set_threads(plan.threads)
