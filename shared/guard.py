@@ -42,6 +42,7 @@ class Guard:
         stuck_after_s: seconds without a beat after which the process ends; 0 never.
         drain: begins the drain; called for the first signal.
         drain_left_s: seconds until the drain deadline, infinite while not draining.
+        look: looks at once who lives; called when somebody is known to have died.
         kill: ends the process with a code, at once.
 
     Attributes:
@@ -56,12 +57,14 @@ class Guard:
         drain: Callable[[], None],
         drain_left_s: Callable[[], float],
         kill: Callable[[int], object],
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self.may_interrupt = True
         self._pulse = pulse
         self._stuck_after_s = stuck_after_s
         self._drain = drain
         self._drain_left_s = drain_left_s
+        self._look = look
         self._kill = kill
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._first_signal: tuple[int, float] | None = None
@@ -70,9 +73,10 @@ class Guard:
         self._over = False
 
     def connect_signals(self) -> None:
-        """Take SIGTERM and SIGINT, and let SIGUSR1 print the stacks of all threads. Main thread only."""
+        """Take SIGTERM and SIGINT; SIGUSR1 prints the stacks of all threads, SIGUSR2 looks. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGUSR2, lambda number, _: self._signals.put(number))
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
 
     def start(self) -> None:
@@ -112,7 +116,10 @@ class Guard:
                 return
 
     def _heed(self, number: int) -> None:
-        """Do what a signal asks for: drain, or end at once."""
+        """Do what a signal asks for: look, drain, or end at once."""
+        if number == signal.SIGUSR2:
+            self._look()
+            return
         now = time.monotonic()
         name = signal.Signals(number).name
         if self._first_signal is None:

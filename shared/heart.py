@@ -52,6 +52,7 @@ class Heart:
         leases: role -> seconds without a change after which an instance is dead.
         interval_s: time between beats.
         on_up: called when the broker answers again after it did not; the first time is not a reconnect.
+        on_death: called when somebody of a watched role has lost its lease.
         on_fatal: called when the server, or what the installation agreed on, will never do; the heart has stopped.
     """
 
@@ -67,6 +68,7 @@ class Heart:
         leases: Mapping[Role, float] = LEASE_S,
         interval_s: float = BEAT_S,
         on_up: Callable[[], None] = lambda: None,
+        on_death: Callable[[], None] = lambda: None,
         on_fatal: Callable[[MillraceError], None] = lambda _: None,
     ) -> None:
         self.role: Role = role
@@ -77,6 +79,7 @@ class Heart:
         self._observer = Observer(incarnation, leases=leases, interval_s=interval_s)
         self._interval_s = interval_s
         self._on_up = on_up
+        self._on_death = on_death
         self._on_fatal = on_fatal
         self._backoff = Backoff()
         self._wake = threading.Event()
@@ -144,7 +147,7 @@ class Heart:
         self._wake.set()
 
     def hurry(self) -> None:
-        """Beat now: something changed that others must know."""
+        """Beat and look now: something changed that others must know, or that others have done."""
         self._wake.set()
 
     def stop(self, *, leave: bool) -> None:
@@ -212,9 +215,13 @@ class Heart:
         self._observer.note(seen)
         self._living = {role: self._observer.living(role) for role in self._roles}
         before, self._dead = self._dead, {role: self._observer.dead(role) for role in self._roles}
+        num_new = 0
         for role, dead in self._dead.items():
             if new := dead.keys() - before.get(role, {}).keys():
                 self._leases_lost.labels(role).inc(len(new))
+                num_new += len(new)
+        if num_new:
+            self._on_death()
 
     def _num_living(self, role: Role) -> int:
         """Count the living of a role; nobody is known to live while the broker is away."""

@@ -5,9 +5,14 @@ any number of api replicas make them without asking each other. It is made by us
 a client, which is why it may stand in a Redis key.
 """
 
+import os
 import secrets
 import time
 import zlib
+from typing import Final
+
+BIRTH: Final = "MILLRACE_BIRTH"
+"""Variable with the mark of one start of an instance; not a setting, as only the launcher gives it."""
 
 
 def new_uid() -> str:
@@ -18,6 +23,11 @@ def new_uid() -> str:
 def new_incarnation(name: str) -> str:
     """Make the id of one run of a service instance: a restart under the same name is somebody else."""
     return f"{name}-{secrets.token_hex(4)}"
+
+
+def birth_mark() -> str:
+    """Give the mark under which this process, or one above it, was started; empty where nobody marks."""
+    return os.environ.get(BIRTH, "")
 
 
 def shard_of(uid: str, num_shards: int) -> int:

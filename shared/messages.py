@@ -185,7 +185,7 @@ class Heartbeat(Message, tag="beat", frozen=True):
     From `fingerprint` to `num_taken` it is for engines: `fingerprint` names weights, dtype and revision, and only
     engines of equal fingerprint take requests over from each other. `num_said` and the two counts are an api's: what
     its clients have got, and how long they waited for it. `dialect` is a tokenizer's. Counters begin at the start of
-    the instance.
+    the instance. `birth` is the mark of whoever started the process, who alone writes `ended`, when it has ended.
     """
 
     beat: int
@@ -212,6 +212,8 @@ class Heartbeat(Message, tag="beat", frozen=True):
     ttft_counts: list[int] = []
     gap_counts: list[int] = []
     dialect: Dialect | None = None
+    birth: str = ""
+    ended: bool = False
 
 
 class DeadLetter(Message, tag="dead", frozen=True):

@@ -25,7 +25,7 @@ from shared.errors import ConfigError, MillraceError
 from shared.guard import EXIT_FAULT, Guard, Interrupted
 from shared.health import HealthServer, Pulse, Readiness
 from shared.heart import Heart
-from shared.ids import new_incarnation
+from shared.ids import birth_mark, new_incarnation
 from shared.keys import BEAT_S, Role
 from shared.logs import setup_logs
 from shared.messages import Heartbeat
@@ -43,7 +43,7 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 class Service(Protocol):
-    """What a service gives its life. All but `heartbeat` and `reconnected` are called on the main thread."""
+    """What a service gives its life. All but the last three are called on the main thread."""
 
     def prepare(self, life: "Life") -> None:
         """Load what takes long (a model, a vocabulary). Probes already answer; the broker may be away.
@@ -67,6 +67,10 @@ class Service(Protocol):
 
     def reconnected(self) -> None:
         """The broker is back, perhaps without its data. Called on the heart's thread: set a flag, no more."""
+        ...
+
+    def others_died(self) -> None:
+        """Somebody of a watched role has lost its lease. Called on the heart's thread: wake who must act, no more."""
         ...
 
 
@@ -124,6 +128,7 @@ class Life:
             leases={r: settings.lease_s(r) for r in (role, *watch)},
             interval_s=beat_s,
             on_up=service.reconnected,
+            on_death=service.others_died,
             on_fatal=self._fatal,
         )
         self._name = name
@@ -135,6 +140,7 @@ class Life:
             stuck_after_s=stuck_after_s,
             drain=self.drain,
             drain_left_s=self.drain_left_s,
+            look=self.heart.hurry,
             kill=kill,
         )
         self._error: MillraceError | None = None
@@ -216,7 +222,7 @@ class Life:
         return code
 
     def connect_signals(self) -> None:
-        """Let SIGTERM and SIGINT end this life, and SIGUSR1 print the stacks of all threads. Main thread only."""
+        """Let signals end this life, print all stacks, or have the heart look; see `Guard`. Main thread only."""
         self._guard.connect_signals()
 
     def _live(self) -> None:
@@ -272,6 +278,7 @@ class Life:
             model=self.settings.served_model_name,
             draining=self.draining,
             port=self.port,
+            birth=birth_mark(),
         )
         return self._service.heartbeat(base)
 

@@ -96,6 +96,9 @@ class Detokenizer:
         """Read all streams from their beginnings: what they hold may be other than it was."""
         self._start_over.set()
 
+    def others_died(self) -> None:
+        """Nothing: each round, which takes no longer than a short read, asks who lives."""
+
     # --- one round -----------------------------------------------------------------------------------------
 
     def _round(self) -> None:

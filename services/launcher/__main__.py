@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.launcher import dead, hints, shell, warmup
+from services.launcher.deaths import Deaths
 from services.launcher.defaults import Plan, model_variables, plan
 from services.launcher.joining import GIVEN_BROKER, redis_url, running_broker
 from services.launcher.redis_server import own_redis
@@ -63,6 +64,7 @@ def serve(settings: LauncherSettings) -> int:
             on_ready=lambda: announce(launch),
             drain_timeout_s=settings.drain_timeout,
             fatal_codes=frozenset({EXIT_BAD_SETTING}),
+            on_death=Deaths(load(LauncherSettings)).tell,
         )
         return supervisor.run()
     finally:

@@ -9,6 +9,7 @@ import ctypes
 import http.client
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Final
 
 import psutil
 
+from shared.ids import BIRTH
 from shared.reason import MAX_BYTES, REASON_FILE
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -96,11 +98,13 @@ def _missing(body: bytes) -> str:
 def before_exec(launcher_pid: int) -> None:
     """Run in the new process before the command: die with the launcher, take signals again.
 
-    The launcher is single-threaded and imports nothing here, so that this is safe between fork and exec.
+    SIGUSR2 means nothing until a service says what, rather than its end. The launcher is single-threaded and imports
+    nothing here, so that this is safe between fork and exec.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it died between the fork and the line above
         os._exit(1)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
@@ -115,6 +119,8 @@ class Child:
         self.failures = 0
         self.due_s: float | None = None
         """When it is to be started again, on the monotonic clock; None while it runs."""
+        self.birth = ""
+        """Mark of its last start, which is in the heartbeats of all that was started with it."""
         self._process: subprocess.Popen[bytes] | None = None
         self._reason_fd = os.memfd_create(spec.instance)
         weakref.finalize(self, os.close, self._reason_fd)
@@ -146,9 +152,10 @@ class Child:
         """
         launcher_pid = os.getpid()
         os.ftruncate(self._reason_fd, 0)
+        self.birth = secrets.token_hex(8)
         self._process = subprocess.Popen(
             self.spec.argv,
-            env={**self.spec.env, REASON_FILE: f"/proc/{launcher_pid}/fd/{self._reason_fd}"},
+            env={**self.spec.env, REASON_FILE: f"/proc/{launcher_pid}/fd/{self._reason_fd}", BIRTH: self.birth},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),  # stdout belongs to the launcher: the line that says it is ready
             start_new_session=True,

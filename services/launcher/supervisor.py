@@ -44,6 +44,7 @@ class Supervisor:
         on_ready: Callable[[], None],
         drain_timeout_s: float,
         fatal_codes: frozenset[int] = frozenset(),
+        on_death: Callable[[str, str], bool] = lambda role, birth: False,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -54,12 +55,15 @@ class Supervisor:
             drain_timeout_s: how long a service may finish its work after SIGTERM to the launcher.
             fatal_codes: exit codes that no restart will cure (a bad setting); before the first readiness they
                 stop everything.
+            on_death: called with role and birth mark of an instance that has ended unasked, and all its processes with
+                it; says whether others had better look at once who lives.
         """
         self._children = [Child(spec) for spec in specs]
         self._files = files
         self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s
         self._fatal_codes = fatal_codes
+        self._on_death = on_death
         # nohup's wish is kept. A shell's, which ignores SIGINT for what runs in its background, is not: whoever
         # sends one means it.
         self._stop_signals = set(_STOP_SIGNALS)
@@ -126,9 +130,16 @@ class Supervisor:
                 if self._is_hopeless(child, status):
                     return False
                 self._tell()
+                self._mourn(child)
             if child.due_s is not None and child.due_s <= now:
                 self._launch(child)
         return True
+
+    def _mourn(self, dead: Child) -> None:
+        """Tell of a death before anybody has to notice it, and wake those who take over."""
+        if self._on_death(dead.spec.role, dead.birth):
+            for child in self._children:
+                child.signal(signal.SIGUSR2)
 
     def _is_hopeless(self, child: Child, status: int) -> bool:
         """Judge an ended child: one that never served and cannot stops the start."""

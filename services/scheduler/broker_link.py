@@ -21,6 +21,7 @@ from services.scheduler.ledger import Ledger
 from services.scheduler.link_config import LinkConfig
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.outbox import Outbox
+from services.scheduler.timetable import Timetable
 from services.scheduler.upkeep import Upkeep
 from shared.broker.backoff import Backoff
 from shared.broker.connection import Broker
@@ -74,7 +75,7 @@ class BrokerLink:
         self._fleet = Fleet(keys, config, registry, ledger, self._endings, metrics)
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._backoff = Backoff()
-        self._due: dict[str, float] = {}
+        self._times = Timetable()
         self._in_contact = False
         self._full = False
         self._trouble = ""
@@ -140,6 +141,11 @@ class BrokerLink:
     def lost_contact(self) -> None:
         """Say that the broker was away, perhaps without its data: the audit comes first."""
         self._suspect_of_loss.set()
+
+    def others_died(self) -> None:
+        """Look now at what the dead have left."""
+        self._times.hasten("look", "reap")
+        self._desk.post(None)
 
     @property
     def num_waiting(self) -> int:
@@ -267,26 +273,20 @@ class BrokerLink:
         self._fleet.plan_takes(agenda)
 
     def _plan_due(self, agenda: Agenda, now: float) -> None:
-        if self._is_due("audit", AUDIT_S, now):
+        if self._times.is_due("audit", AUDIT_S, now):
             agenda.add(backlog(self._broker.keys.generate(self._config.me)), self._on_backlog)
             self._upkeep.plan_audit(agenda, listing=False)
-        if self._is_due("look", LOOK_S if not self._outbox.full else DOORBELL_S, now):
+        if self._times.is_due("look", LOOK_S if not self._outbox.full else DOORBELL_S, now):
             self._outbox.plan_lengths(agenda)
             self._fleet.find_orphans()
             self._fleet.plan_forgetting(agenda)
-        if self._inbox.open and self._is_due("reap", REAP_S if self._fleet.reaping else LOOK_S, now):
+        if self._inbox.open and self._times.is_due("reap", REAP_S if self._fleet.reaping else LOOK_S, now):
             self._fleet.plan_reap(agenda)
-        if self._ledger.suspects() and self._is_due("suspects", SUSPECT_S, now):
+        if self._ledger.suspects() and self._times.is_due("suspects", SUSPECT_S, now):
             self._upkeep.plan_suspects(agenda)
 
     def _on_backlog(self, found: Backlog) -> None:
         self._metrics.backlog(found.length, self._ledger.num_waiting, found.age_s)
-
-    def _is_due(self, what: str, every_s: float, now: float) -> bool:
-        if now < self._due.get(what, 0.0):
-            return False
-        self._due[what] = now + every_s
-        return True
 
     def _until_due(self) -> float:
         """Say how long the thread may sleep."""
@@ -297,8 +297,7 @@ class BrokerLink:
         longest = REAP_S if self._fleet.reaping else LOOK_S
         if self._ledger.num_live or self._outbox.full:
             longest = DOORBELL_S
-        until = min(self._due.get("audit", 0.0), self._due.get("look", 0.0)) - time.monotonic()
-        return max(0.0, min(until, longest))
+        return max(0.0, min(self._times.left_s(time.monotonic(), "audit", "look"), longest))
 
     # --- contact
 

@@ -166,6 +166,11 @@ class SchedulerService:
         if self._link is not None:
             self._link.lost_contact()
 
+    def others_died(self) -> None:
+        """Have the link look at what a dead engine or api has left."""
+        if self._link is not None:
+            self._link.others_died()
+
     # --- the step loop's thread
 
     def _on_report(self) -> None:

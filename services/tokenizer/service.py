@@ -121,6 +121,9 @@ class TokenizerService:
     def reconnected(self) -> None:
         """Nothing: the worker's own calls fail with the connection, and it recovers by itself."""
 
+    def others_died(self) -> None:
+        """Nothing: the worker looks before each of its short reads."""
+
     def _went_well(self, life: Life) -> None:
         if self._trouble:
             self._trouble = ""

@@ -40,17 +40,18 @@ class Broker:
         num_strange: keys of ours that held what a stranger had put there; it was put aside.
     """
 
-    def __init__(self, settings: RedisSettings, *, name: str = "millrace") -> None:
+    def __init__(self, settings: RedisSettings, *, name: str = "millrace", timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         """Prepare; nothing is connected yet.
 
         Args:
             settings: where the broker is.
             name: of the connections, in CLIENT LIST.
+            timeout_s: how long a connection, or an answer, may take; shorter only where no call blocks.
 
         Raises:
             ConfigError: the URL cannot be understood, or the password file not read.
         """
-        self._dialer = dialer(settings, name)
+        self._dialer = dialer(settings, name, timeout_s)
         self.keys = Keys(settings.redis_prefix)
         self.url = str(self._dialer.target)
         self._mine = threading.local()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import msgspec
+
 from shared.broker.call import Call, call_script, load_script, pairs
 from shared.errors import WireError
 from shared.keys import BEAT_S, GENERATE_TTL_MS, LEASE_S, SUCCEEDED_S, Keys, Role
@@ -20,6 +22,7 @@ Look: TypeAlias = dict[Role, dict[str, bytes]]
 ALL_ROLES: Final[tuple[Role, ...]] = ("api", "tokenizer", "scheduler", "detokenizer")
 
 _BEAT, _RETIRE, _ABORTED = load_script("beat"), load_script("retire"), load_script("aborted")
+_PRONOUNCE: Final = load_script("pronounce")
 
 
 def beat_and_look(
@@ -58,6 +61,18 @@ def retire(keys: Keys, role: Role, incarnation: str, beat: bytes) -> Call[bool]:
     return call_script(_RETIRE, [keys.alive(role), keys.generate(incarnation)], [incarnation, beat], bool)
 
 
+def pronounce(keys: Keys, role: Role, incarnation: str, beat: bytes) -> Call[bool]:
+    """Mark an instance as ended if its heartbeat is still `beat`: its lease is over for every observer that looks.
+
+    Only for whoever knows that its process has ended: one that merely stands still may come back.
+
+    Raises:
+        WireError: the heartbeat is of a later release.
+    """
+    ended = msgspec.structs.replace(decode(Heartbeat, beat), ended=True)
+    return call_script(_PRONOUNCE, [keys.alive(role)], [incarnation, beat, encode(ended)], bool)
+
+
 def aborted(keys: Keys, uids: Sequence[str]) -> Call[list[str]]:
     """Say which of these uids have had their terminal written; at most a few thousand. Nearly always none."""
     if not uids:
@@ -72,6 +87,8 @@ class _Lease(NamedTuple):
     place: tuple[str, int] | None
     """Name and port: two that beat in one place are an instance and its successor. None: it cannot be read."""
     still_s: float
+    ended: bool
+    """Whoever started it has seen it end."""
 
 
 class Standing(NamedTuple):
@@ -90,7 +107,8 @@ class Observer:
 
     A look counts at most two intervals, however long the observer itself was away (paused, stopped), and a lost
     connection starts every lease anew: nobody is taken for dead because the broker, or the observer, was gone.
-    An instance whose successor beats in its place has only the shortest lease left: it was started again.
+    An instance whose successor beats in its place has only the shortest lease left: it was started again. One that
+    whoever started it has seen end has none.
     """
 
     def __init__(
@@ -129,7 +147,7 @@ class Observer:
                 if lease is not None and lease.beat == beat:
                     leases[incarnation] = lease._replace(still_s=lease.still_s + step_s)
                 else:
-                    leases[incarnation] = _Lease(beat, _place(beat), 0.0)
+                    leases[incarnation] = _make_lease(beat)
 
     def lost(self) -> None:
         """Start all leases anew: the connection was lost, so nothing was seen for an unknown time."""
@@ -167,7 +185,7 @@ class Observer:
     def _is_over(self, role: Role, incarnation: str, lease: _Lease) -> bool:
         if incarnation == self._me:
             return False
-        if lease.still_s >= self._leases[role]:
+        if lease.ended or lease.still_s >= self._leases[role]:
             return True
         return lease.still_s >= SUCCEEDED_S and self._has_successor(role, incarnation, lease)
 
@@ -186,9 +204,11 @@ def _read(beat: bytes) -> Heartbeat | None:
         return None
 
 
-def _place(beat: bytes) -> tuple[str, int] | None:
+def _make_lease(beat: bytes) -> _Lease:
     heartbeat = _read(beat)
-    return (heartbeat.name, heartbeat.port) if heartbeat is not None and heartbeat.port else None
+    if heartbeat is None:
+        return _Lease(beat, None, 0.0, False)
+    return _Lease(beat, (heartbeat.name, heartbeat.port) if heartbeat.port else None, 0.0, heartbeat.ended)
 
 
 def _by_name(flat: Any) -> dict[str, bytes]:

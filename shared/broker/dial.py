@@ -47,14 +47,14 @@ class Dialer:
     sentinels: tuple[Any, ...] = ()
 
 
-def dialer(settings: RedisSettings, name: str) -> Dialer:
-    """Prepare connections for threads.
+def dialer(settings: RedisSettings, name: str, timeout_s: float = SOCKET_TIMEOUT_S) -> Dialer:
+    """Prepare connections for threads, whose answers may take so long.
 
     Raises:
         ConfigError: the URL cannot be understood, or the password file not read.
     """
     target = parse_url(settings.redis_url)
-    options = _options(settings, target, name) | {"retry": Retry(NoBackoff(), 0)}
+    options = _options(settings, target, name, timeout_s) | {"retry": Retry(NoBackoff(), 0)}
     if target.service:
         sentinel = _sync_sentinel.Sentinel(
             target.hosts, sentinel_kwargs=_sentinel_options(settings, target) | {"retry": Retry(NoBackoff(), 0)}
@@ -87,7 +87,7 @@ def async_dialer(settings: RedisSettings, name: str) -> Dialer:
     return Dialer(target, lambda: kind(host=host, port=port, **options))
 
 
-def _options(settings: RedisSettings, target: Target, name: str) -> dict[str, Any]:
+def _options(settings: RedisSettings, target: Target, name: str, timeout_s: float = SOCKET_TIMEOUT_S) -> dict[str, Any]:
     password = settings.read_redis_password()
     return {
         "username": settings.redis_username or target.username,
@@ -95,8 +95,8 @@ def _options(settings: RedisSettings, target: Target, name: str) -> dict[str, An
         "db": target.db,
         "client_name": name,
         "protocol": 2,
-        "socket_timeout": SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
         **_tls(settings, target),
         **({} if target.path else {"socket_keepalive": True}),
     }

@@ -171,6 +171,8 @@ SAMPLES: list[msgspec.Struct] = [
         ttft_counts=[0, 3, 1],
         gap_counts=[700, 20, 1],
         dialect=DIALECT,
+        birth="b1",
+        ended=True,
     ),
     DeadLetter(uid=UID, reason="poison", tries=3, source="scheduler-0", at_ms=1_800_000_000_000, body=b"\x93\x01"),
 ]

@@ -96,6 +96,10 @@ def retire(driver: Driver) -> Call[Any]:
     return control.retire(driver.keys, "scheduler", "B", driver.run(control.look(driver.keys, "scheduler"))["B"])
 
 
+def pronounce(driver: Driver) -> Call[Any]:
+    return control.pronounce(driver.keys, "scheduler", "B", driver.run(control.look(driver.keys, "scheduler"))["B"])
+
+
 def discard(driver: Driver) -> Call[Any]:
     driver.opened()
     return streams.discard(driver.keys, MODEL, driver.read_one().entry_id)
@@ -114,7 +118,7 @@ def forget(driver: Driver) -> Call[Any]:
 
 
 ALL = [open_one, reopen, move, take, take_ended, fence, fence_ended, append, end]
-ALL += [audit, sweep, retire, discard, claim, forget]
+ALL += [audit, sweep, retire, pronounce, discard, claim, forget]
 
 
 @pytest.mark.parametrize("prepare", ALL)

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 
 from shared.broker import control, dead_letters, streams
@@ -251,6 +252,17 @@ def test_a_dead_engine_is_retired_only_when_nothing_of_it_is_left(driver: Driver
     assert set(driver.run(control.look(driver.keys, "scheduler"))) == {"B"}
     driver.opened()
     assert driver.run(driver.move_call(driver.read_one(), "A")) == "NOENGINE"
+
+
+def test_who_is_pronounced_dead_has_said_nothing_since(driver: Driver) -> None:
+    driver.queued("A")
+    beat = driver.run(control.look(driver.keys, "scheduler"))["A"]
+    assert driver.run(control.pronounce(driver.keys, "scheduler", "A", beat))
+    told = driver.run(control.look(driver.keys, "scheduler"))["A"]
+    assert msgspec.structs.replace(decode(Heartbeat, told), ended=False) == decode(Heartbeat, beat)
+    assert not driver.run(control.pronounce(driver.keys, "scheduler", "A", beat)), "no more what it was"
+    assert not driver.run(control.pronounce(driver.keys, "scheduler", "nobody", beat))
+    assert set(driver.run(control.look(driver.keys, "scheduler"))) == {"A", "B"}
 
 
 def test_a_beat_shows_everybody_and_keeps_the_engines_stream(driver: Driver) -> None:

@@ -48,6 +48,9 @@ class Script:
     def reconnected(self) -> None:
         print("reconnected", flush=True)
 
+    def others_died(self) -> None:
+        print("others died", flush=True)
+
 
 if __name__ == "__main__":
     mode = sys.argv[1]

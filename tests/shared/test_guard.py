@@ -1,3 +1,4 @@
+import faulthandler
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -29,12 +30,14 @@ class Process:
         self.drained = threading.Event()
         self.codes: list[int] = []
         self.killed = threading.Event()
+        self.looked = threading.Event()
         self.guard = Guard(
             self.pulse,
             stuck_after_s=options.get("stuck_after_s", 60.0),
             drain=self.drain,
             drain_left_s=lambda: self.left_s,
             kill=self.kill,
+            look=self.looked.set,
         )
 
     def drain(self) -> None:
@@ -60,6 +63,20 @@ def start() -> Iterator[Callable[..., Process]]:
     yield start
     for process in started:
         process.guard.stop()
+
+
+def test_a_death_elsewhere_is_looked_at_and_ends_nothing(start: Callable[..., Process]) -> None:
+    process = start()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+    try:
+        process.guard.connect_signals()
+        signal.raise_signal(signal.SIGUSR2)
+        assert process.looked.wait(20)
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not process.drains and not process.codes
 
 
 def test_the_first_signal_drains_and_the_same_again_ends(start: Callable[..., Process]) -> None:

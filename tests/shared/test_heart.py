@@ -6,7 +6,7 @@ import pytest
 
 from services.launcher.redis_server import RedisServer
 from shared.broker.connection import Broker
-from shared.broker.control import look
+from shared.broker.control import look, pronounce
 from shared.errors import ConfigError, MillraceError
 from shared.health import Pulse
 from shared.heart import Heart
@@ -29,9 +29,8 @@ class Instance:
         self.pulse = Pulse()
         self.load = 0
         self.stuck = threading.Event()
-        self.heart = Heart(
-            self.broker, role, name, self.describe, self.metrics, leases=LEASES, interval_s=0.05, **options
-        )
+        options = {"leases": LEASES, "interval_s": 0.05, **options}
+        self.heart = Heart(self.broker, role, name, self.describe, self.metrics, **options)
         self._loop = threading.Thread(target=self._run)
         self._loop.start()
         self.heart.start()
@@ -112,6 +111,21 @@ def test_a_stuck_loop_is_dead_though_its_load_changes(broker: Broker, start: Cal
     load = two.load
     eventually(lambda: two.load > load + 2, "its load goes on changing")
     assert "two" in one.heart.dead("tokenizer")
+
+
+def test_a_death_that_is_told_is_seen_at_the_next_look(broker: Broker, start: Callable[..., Instance]) -> None:
+    told = threading.Event()
+    two = start("two")
+    one = start("one", on_death=told.set, leases=dict.fromkeys(LEASES, 600.0), interval_s=600.0)
+    eventually(lambda: "two" in broker.run(look(broker.keys, "tokenizer")), "the other one is registered")
+    two.stop(leave=False)
+    one.heart.hurry()
+    eventually(lambda: "two" in one.heart.living("tokenizer"), "the other one is seen")
+    beat = broker.run(look(broker.keys, "tokenizer"))["two"]
+    assert broker.run(pronounce(broker.keys, "tokenizer", "two", beat))
+    one.heart.hurry()
+    assert told.wait(20)
+    assert "two" in one.heart.dead("tokenizer") and "two" not in one.heart.living("tokenizer")
 
 
 def test_who_signs_off_is_gone_at_once(broker: Broker, start: Callable[..., Instance]) -> None:

@@ -51,6 +51,17 @@ def test_dead_is_unchanged_for_a_lease(observer: Observer, clock: Clock) -> None
     assert observer.living("scheduler") == {}
 
 
+def test_who_was_seen_to_end_is_dead_at_the_first_look(observer: Observer, clock: Clock) -> None:
+    watch(observer, clock, 1, a=1, b=1)
+    told = encode(Heartbeat(1, "x", ended=True))
+    observer.note({"scheduler": {"a": told, "b": beat(1), "me": told}})
+    assert observer.dead("scheduler") == {"a": told}, "with the beat that retires it; and nobody is dead for himself"
+    observer.lost()
+    assert "a" in observer.dead("scheduler"), "an outage of the broker brings nobody back"
+    watch(observer, clock, 1, a=2, b=1)
+    assert set(observer.living("scheduler")) == {"a", "b"}
+
+
 def test_any_change_is_life(observer: Observer, clock: Clock) -> None:
     watch(observer, clock, 20, a=5)
     watch(observer, clock, 1, a=4)
