@@ -36,7 +36,7 @@ def sums(rank: int, port: int) -> None:
     for seed, (dtype, size) in enumerate((d, s) for d in (torch.bfloat16, torch.float16, torch.float32) for s in sizes):
         each = [numbers(of, seed, size, dtype) for of in range(2)]
         wanted = (each[0].float() + each[1].float()).to(dtype)
-        assert torch.equal(comm.all_reduce(each[rank]), wanted), (dtype, size)
+        assert torch.equal(comm.all_reduce(each[rank].clone()), wanted), (dtype, size)
         pieces = comm.gather(each[rank])
         assert torch.equal(pieces, torch.stack(each)), (dtype, size)
     _sums_of_graphs(comm, numbers)
