@@ -1,6 +1,6 @@
 # Every command of the project. CI, the hooks and the docs call these targets and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help run warmup dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu soak chaos lint lint-ops fmt dashboards pictures page-pictures env-example clean build up down ps logs lock sbom
+.PHONY: help run warmup dead setup test test-unit test-e2e test-images helm helm-test bench bench-served bench-plane bench-gpu test-gpu sanitize soak chaos lint lint-ops fmt dashboards pictures page-pictures env-example clean build up down ps logs lock sbom
 
 PORT ?= 8000
 ARGS ?=
@@ -17,6 +17,7 @@ SERVICE ?=
 ENV ?=
 STACK = $(COMPOSE) $(if $(ENV),--env-file $(ENV)) --profile monitoring
 UPGRADE ?= --upgrade
+SANITIZER ?= compute-sanitizer
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 BIN = $(VENV)/bin
@@ -107,6 +108,11 @@ bench-gpu: $(VENV)/.dev-ready ## Measure a GPU beside its floor, in process and 
 
 test-gpu: $(VENV)/.dev-ready ## Run the tests that need a GPU
 	@$(BIN)/python -m pytest tests/gpu
+
+sanitize: $(VENV)/.dev-ready ## Run the kernels under NVIDIA's compute-sanitizer, which comes with the CUDA toolkit
+	@$(BIN)/python -m pytest -q tests/gpu/test_small.py
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 9 $(BIN)/python -m pytest -q tests/gpu/test_small.py
+	@$(SANITIZER) --tool racecheck --error-exitcode 9 $(BIN)/python -m pytest -q tests/gpu/test_small.py -k "attention or experts"
 
 bench-plane: $(VENV)/.dev-ready ## Measure the token plane: make bench-plane [ARGS="--paced 256x40 --seconds 5"]
 	@$(BIN)/python -m bench.plane $(ARGS)

@@ -1,6 +1,7 @@
 """Mixtures of experts on a GPU: the kernels at the sizes of a real layer, graphs, and a whole small model."""
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
+from bench.workloads import MODELS
 from services.scheduler.core.ports import Engine
 from services.scheduler.engine.engine import EngineConfig, build_engine
 from services.scheduler.engine.gpu import GpuEngine
@@ -18,8 +21,9 @@ from services.scheduler.engine.kernels.grouped_linear import combine, experts_re
 from services.scheduler.engine.kernels.route import Routing, route, route_reference, sort_pairs
 from services.scheduler.engine.layers.moe import Experts
 from services.scheduler.engine.layers.norm import RMSNorm
+from services.scheduler.engine.models.config import read_config
+from services.scheduler.engine.models.registry import model_class
 from shared.model_files import locate
-from tests.engine.conftest import write_checkpoint
 from tests.engine.driver import GREEDY, Driver, Seq
 
 pytestmark = pytest.mark.gpu
@@ -184,17 +188,21 @@ def test_a_captured_layer_serves_any_routing(layer: Experts, num_tokens: int) ->
 
 # --- a whole model
 
-SHAPE: dict[str, Any] = {
+SHAPE = MODELS["Qwen3-30B-A3B"] | {
     "vocab_size": 4000,
     "hidden_size": 256,
     "head_dim": 64,
     "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
+    "intermediate_size": 96,
+    "mlp_only_layers": [1],
     "max_position_embeddings": 2048,
-    "initializer_range": 0.1,
-    "mlp_only_layers": [],
+    "eos_token_id": 2,
+    "bos_token_id": 1,
 }
 PROMPTS = [np.random.default_rng(n).integers(3, 4000, n).tolist() for n in (1, 63, 64, 65, 130, 700)]
 CONFIG = EngineConfig(device="cuda", dtype="bfloat16", max_running=24, max_seq_len=1024, num_pages=200)
@@ -203,7 +211,18 @@ ON_CPU = replace(CONFIG, device="cpu", dtype="float32", page_size=64, max_step_t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("moe"), "qwen3-moe", **SHAPE)
+    """A checkpoint of random weights, large enough that the likeliest token leads."""
+    path, generator = tmp_path_factory.mktemp("moe"), torch.Generator().manual_seed(7)
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    model = model_class("Qwen3MoeForCausalLM")(read_config(SHAPE), 64, torch.float32, torch.device("cpu"))
+
+    def draw(shape: tuple[int, ...]) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator)
+        return 1 + 0.2 * values if len(shape) == 1 else 0.1 * values
+
+    tensors = {name: draw(target.part_shape(part)) for name, (target, part) in model.targets().items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
 
 
 @pytest.fixture(scope="module")
