@@ -1,4 +1,4 @@
-"""Sums over the ranks of a host, per size: NCCL, and by the GPUs' own memory, both in graphs.
+"""Sums over the ranks of a host per size, alone and with a norm behind: NCCL, and by the GPUs' own memory, in graphs.
 
     python -m bench.all_reduce [--ranks 2]
 
@@ -16,11 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from services.scheduler.engine.kernels.elementwise import rms_norm
 from services.scheduler.engine.parallel.comm import join_store, open_store
 from services.scheduler.engine.parallel.device_comm import DeviceComm
 from services.scheduler.engine.parallel.state import Ranks
 
-SIZES = [10_240 * rows for rows in (1, 2, 4, 8, 16, 32, 51, 64, 128, 256, 400)]
+HIDDEN = 5120
+SIZES = [2 * HIDDEN * rows for rows in (1, 2, 4, 8, 16, 32, 51, 64, 128, 256, 384)]
 CHAIN = 40
 REPEATS = 15
 LIMIT_S = 180
@@ -51,6 +53,24 @@ def time_chain(step: Callable[[Tensor], Tensor], size: int, comm: DeviceComm) ->
     return statistics.median(times)
 
 
+class Normed:
+    """A sum, the residual stream and the norm behind it."""
+
+    def __init__(self, comm: DeviceComm, size: int, *, direct: bool) -> None:
+        self._comm, self._direct = comm, direct
+        self._residual = torch.zeros((size // 2 // HIDDEN, HIDDEN), dtype=torch.bfloat16, device="cuda")
+        self._weight = torch.full((HIDDEN,), 0.1, dtype=torch.bfloat16, device="cuda")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Do it once."""
+        rows = x.view(-1, HIDDEN)
+        if self._direct:
+            found = self._comm.sum_norm(rows, self._residual, self._weight, 1e-6)
+            assert found is not None
+            return found
+        return rms_norm(self._comm.ring_all_reduce(rows), self._weight, 1e-6, self._residual)
+
+
 def measure(rank: int, ranks: int, port: int) -> None:
     """One rank; rank 0 prints."""
     device = torch.device("cuda", rank)
@@ -60,10 +80,12 @@ def measure(rank: int, ranks: int, port: int) -> None:
         for size in SIZES:
             ring_us = time_chain(comm.ring_all_reduce, size, comm)
             direct_us = time_chain(comm.all_reduce, size, comm) if comm.is_direct else None
+            figures = {"bytes": size, "nccl_us": round(ring_us, 1)}
+            figures["nccl_and_norm_us"] = round(time_chain(Normed(comm, size, direct=False), size, comm), 1)
+            if direct_us is not None:
+                figures["direct_us"] = round(direct_us, 1)
+                figures["direct_with_norm_us"] = round(time_chain(Normed(comm, size, direct=True), size, comm), 1)
             if rank == 0:
-                figures = {"bytes": size, "nccl_us": round(ring_us, 1)}
-                if direct_us is not None:
-                    figures["direct_us"] = round(direct_us, 1)
                 print(json.dumps({"all_reduce": figures}), flush=True)
     comm.least(0)
     torch.cuda.synchronize()

@@ -52,7 +52,7 @@ def test_two_ranks_draw_what_one_draws(model: Path) -> None:
                 SamplingParams(temperature=1.0, seed=5, frequency_penalty=0.5, logit_bias={7: 1.0}, logprobs=2)]
 
         def play_through(engine):
-            said, paths = [], set()
+            said, logprobs, paths = [], [], set()
             for params in ways:
                 driver = Driver(engine)
                 seqs = driver.run([prompt(n) for n in (1, 17)], 3, params)
@@ -65,13 +65,14 @@ def test_two_ranks_draw_what_one_draws(model: Path) -> None:
                 driver.decode([first, late], 1)
                 paths.add(engine._run.path)
                 said.append([seq.output for seq in (*seqs, first, late)])
-                said.append([round(p, 3) for seq in (*seqs, first, late) for p in seq.logprobs])
-            return said, paths
+                logprobs += [p for seq in (*seqs, first, late) for p in seq.logprobs]
+            return said, logprobs, paths
 
-        alone, _ = play_through(make_engine(model, 1))
+        alone, wanted, _ = play_through(make_engine(model, 1))
         engine = make_engine(model, 2, replayed=True)
-        found, paths = play_through(engine)
+        found, logprobs, paths = play_through(engine)
         assert found == alone, (found, alone)
+        assert logprobs and np.allclose(logprobs, wanted, atol=1e-4)
         assert paths == {"decode_graph", "mixed_graph"}
         times = {mode: sum(graph.times for graph, _ in graphs._graphs.values())
                  for mode, graphs in engine._rank.draws.items()}
@@ -85,7 +86,7 @@ def test_two_ranks_draw_what_one_draws(model: Path) -> None:
 def test_masks_scores_and_many_pages(model: Path) -> None:
     interpret(
         """
-        outputs = []
+        outputs, scores = [], []
         for ranks in (1, 2):
             engine = make_engine(model, ranks, direct=ranks == 2)
             driver = Driver(engine)
@@ -94,13 +95,14 @@ def test_masks_scores_and_many_pages(model: Path) -> None:
             step = driver.launch([(a, 9), (b, 70)], masks={a.slot: mask[0]}, num_top=2)
             result = driver.settle(step)
             assert result.token_ids[0] in (69, 70)
-            scores = [np.round(result.scores[row].logprobs, 3).tolist() for row in (0, 1)]
+            scores.append(np.concatenate([result.scores[row].logprobs for row in (0, 1)]))
             ahead = driver.launch([(a, 1), (b, 1)], masks={a.slot: pack_mask({5, 6}, 321)})
             driver.settle(ahead)
             driver.decode([a, b], 2)
-            outputs.append((a.output, b.output, scores, result.scores[1].top_ids.tolist()))
+            outputs.append((a.output, b.output, result.scores[1].top_ids.tolist()))
             engine.close()
         assert outputs[0] == outputs[1], outputs
+        assert np.allclose(*scores, atol=1e-4)
     """,
         model,
     )

@@ -39,8 +39,23 @@ def sums(rank: int, port: int) -> None:
         assert torch.equal(comm.all_reduce(each[rank].clone()), wanted), (dtype, size)
         pieces = comm.gather(each[rank])
         assert torch.equal(pieces, torch.stack(each)), (dtype, size)
+    _sums_with_norms(comm, numbers)
     _sums_of_graphs(comm, numbers)
     comm.close()
+
+
+def _sums_with_norms(comm: DeviceComm, numbers: Callable[..., torch.Tensor]) -> None:
+    """In one kernel as in two, to the last bit of the stream."""
+    for seed, (count, size) in enumerate(((1, 5120), (4, 1024), (128, 5120), (129, 5120), (256, 5120), (300, 4096))):
+        each = [numbers(of, 100 + seed, count * size, torch.bfloat16).view(count, size) for of in range(2)]
+        residual = numbers(2, 100 + seed, count * size, torch.bfloat16).view(count, size)
+        weight = numbers(3, 100 + seed, size, torch.bfloat16)
+        stream = residual + (each[0].float() + each[1].float()).bfloat16()
+        found = comm.sum_norm(each[comm.ranks.rank], residual, weight, 1e-6)
+        assert found is not None and torch.equal(residual, stream), (count, size)
+        wanted = torch.nn.functional.rms_norm(stream.float(), (size,), weight.float(), 1e-6)
+        assert float((found.float() - wanted).norm() / wanted.norm()) < 1e-2, (count, size)
+        assert torch.equal(*comm.gather(found)), (count, size)
 
 
 def _sums_of_graphs(comm: DeviceComm, numbers: Callable[..., torch.Tensor]) -> None:

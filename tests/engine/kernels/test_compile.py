@@ -137,8 +137,12 @@ def test_sums_over_ranks(dtype: str, rank: int, ranks: int) -> None:
         all_reduce(torch.zeros(1, 5120, dtype=torch.{dtype}), places)
         all_reduce(torch.zeros(256, 5120, dtype=torch.{dtype}), places)
         all_gather(ints(9, 2), places)
+        from services.scheduler.engine.kernels.sum_norm import sum_norm
+        for rows in (1, 256):
+            x = torch.zeros(rows, 2048, dtype=torch.{dtype})
+            sum_norm(x, x.clone(), x[0], 1e-6, places)
         logits = torch.zeros(3, 75_968, dtype=torch.{dtype})
         gumbel_piece(logits, torch.ones(3), torch.ones(3, dtype=torch.int64), {rank} * 75_968)
         gumbel_choose(ints({ranks}, 3, 2), ints(3), (ints(3), ints(9)))
-        check(6)
+        check(8)
     """)

@@ -263,7 +263,8 @@ def test_few_linear_equals_its_plain_form() -> None:
 RANK = """
 import sys, torch, numpy as np
 from services.scheduler.engine.kernels import all_reduce as kernels
-kernels.SMALL_WORDS, kernels.LARGE_WORDS, kernels._TILE, kernels.CHANNELS = 64, 256, 128, 4
+from services.scheduler.engine.kernels import sum_norm
+kernels.SMALL_WORDS, kernels.LARGE_WORDS, kernels._SMALL_TILE, kernels._TILE, kernels.CHANNELS = 128, 384, 64, 128, 4
 rank, ranks, *names = sys.argv[1:]
 rank, ranks = int(rank), int(ranks)
 arrays = [np.memmap(name, np.int64, "r+") for name in names]
@@ -286,8 +287,27 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.allclose(found.float(), wanted, close, 0), (rank, dtype, size)
         if kernels.fits_gather(each[0]):
             assert torch.equal(kernels.all_gather(each[rank], places), torch.stack(each)), (rank, dtype, size)
-assert not kernels.fits(torch.zeros(1025), 2) and not kernels.fits(torch.zeros(3, dtype=torch.float16), 2)
-assert not kernels.fits(torch.zeros(1024), 3)
+for rows, size in ((1, 96), (3, 100), (4, 96), (7, 96), (2, 96)):  # a row per channel, or two, or none in the last
+    call += 1
+    each = [numbers(of, call, rows * size, torch.float32).view(rows, size) for of in range(ranks)]
+    residual = numbers(9, call, rows * size, torch.float32).view(rows, size)
+    weight = numbers(8, call, size, torch.float32)
+    stream = residual + torch.stack(each).sum(0)
+    assert sum_norm.fits(each[0], ranks)
+    found = sum_norm.sum_norm(each[rank], residual, weight, 1e-6, places)
+    assert torch.equal(residual, stream), (rank, rows)
+    assert torch.allclose(found, torch.nn.functional.rms_norm(stream, (size,), weight, 1e-6), atol=1e-5), (rank, rows)
+for dtype in (torch.bfloat16, torch.float16):
+    call += 1
+    each = [numbers(of, call, 300, dtype).view(3, 100) for of in range(ranks)]
+    residual, weight = numbers(9, call, 300, dtype).view(3, 100), numbers(8, call, 100, dtype)
+    stream = residual.float() + torch.stack([x.float() for x in each]).sum(0)
+    found = sum_norm.sum_norm(each[rank], residual, weight, 1e-6, places)
+    wanted = torch.nn.functional.rms_norm(stream, (100,), weight.float(), 1e-6)
+    assert (residual.float() - stream).abs().max() < 0.1 and (found.float() - wanted).abs().max() < 0.1, (rank, dtype)
+assert not sum_norm.fits(torch.zeros(2, 129), 2) and not sum_norm.fits(torch.zeros(17, 90), 2)
+assert not kernels.fits(torch.zeros(1537), 2) and not kernels.fits(torch.zeros(3, dtype=torch.float16), 2)
+assert not kernels.fits(torch.zeros(769), 3)
 assert not kernels.fits_gather(torch.zeros(257))
 """
 
@@ -316,11 +336,11 @@ def test_a_rank_that_is_ahead_is_not_waited_for() -> None:
     interpret("""
         import numpy as np, torch
         from services.scheduler.engine.kernels import all_reduce as kernels
-        kernels.SMALL_WORDS, kernels.LARGE_WORDS, kernels._TILE, kernels.CHANNELS = 64, 256, 128, 4
+        kernels.LARGE_WORDS, kernels._SMALL_TILE, kernels._TILE, kernels.CHANNELS = 256, 64, 128, 4
         own, other = (np.zeros(kernels.num_words(2), np.int64) for _ in range(2))
         addresses = torch.tensor([own.ctypes.data, other.ctypes.data])
         places = kernels.PeerPlaces(addresses, torch.zeros((2, 4), dtype=torch.int32), 0, 2)
-        first = 2 * 2 * 4 * 64
+        first = places.first_large
         large = own[first:].view(np.int32)
         theirs = torch.randn(512)
         for channel in range(4):

@@ -1,7 +1,7 @@
 """Linear layers, merged where a model multiplies the same input by several weights.
 
 Ranks that share a model share each of these layers: by its outputs, when what follows works on a piece of them, or
-by its inputs, when they come in pieces; then the ranks' results are added up.
+by its inputs, when they come in pieces; then what comes out is this rank's part of a sum, for a norm's `add`.
 """
 
 from enum import IntEnum
@@ -52,10 +52,9 @@ class Linear:
             dtype: precision of weights and products.
             device: where they lie.
             by: what the ranks share; None when each has all of it.
-            comm: adds up what each rank has computed of a layer that is shared by its inputs.
+            comm: the ranks.
         """
         self._split = None if by is None else Split(int(by), comm.ranks)
-        self._sum = comm if by is By.INPUTS and comm.ranks.size > 1 else None
         self.parts = parts
         self.in_features = in_features
         self._dtype = dtype
@@ -75,10 +74,12 @@ class Linear:
             )
 
     def __call__(self, x: Tensor, num_decode: int) -> Tensor:
-        """(num_tokens, in_features) -> (num_tokens, sum of parts); the first tokens are those of decode rows."""
+        """(num_tokens, in_features) -> (num_tokens, sum of parts); the first tokens are those of decode rows.
+
+        Shared by its inputs, it gives this rank's part of a sum, which the `add` of a norm makes.
+        """
         assert self._product is not None, "called before its weights were loaded"
-        found = self._product(x, num_decode)
-        return found if self._sum is None else self._sum.all_reduce(found)
+        return self._product(x, num_decode)
 
     @property
     def plain(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 On a GPU everything is decided on the device, so a captured step serves any choice of experts: up to so many tokens
 by kernels of our own, beyond that by torch's product of groups. Ranks that share a model have a piece of every
-expert, and the results are added up.
+expert, and a norm's `add` adds up what comes of them.
 """
 
 from typing import Final
@@ -79,10 +79,10 @@ class Experts:
                 None: there are none.
 
         Returns:
-            As x. What comes of padding is undefined.
+            As x; this rank's part of a sum. What comes of padding is undefined.
         """
         logits = F.linear(x, self.router.tensor)
-        return self._comm.all_reduce(self._on_gpu(x, logits, mapping) if x.is_cuda else self._on_cpu(x, logits))
+        return self._on_gpu(x, logits, mapping) if x.is_cuda else self._on_cpu(x, logits)
 
     def make_few(self, norm: RMSNorm) -> FewFeedForward | None:
         """Make the form for few tokens behind that norm, once the weights are there; None where there is none."""

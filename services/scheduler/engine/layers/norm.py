@@ -7,20 +7,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.scheduler.engine.layers.weight import Weight
+from services.scheduler.engine.parallel.comm import SOLO, Comm
 
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    Of several ranks it may be the end of what they compute apart: `add` adds that up.
 
     Attributes:
         weight: (size,).
         eps: added to the mean square.
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, comm: Comm = SOLO) -> None:
         self.weight = Weight((size,), (), dtype, device)
         self._shape = (size,)
         self.eps = eps
+        self._comm = comm
         self._fused: Callable[..., Tensor] | None = None
         if device.type == "cuda":
             from services.scheduler.engine.kernels.elementwise import rms_norm  # Triton only where it is used
@@ -34,11 +38,15 @@ class RMSNorm:
         return F.rms_norm(x, self._shape, self.weight.tensor, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream, which is changed in place, and normalise it.
+        """Add x, of all ranks, to the residual stream, which is changed in place, and normalise it.
 
         Returns:
             The normalised sum and the sum.
         """
+        found = self._comm.sum_norm(x, residual, self.weight.tensor, self.eps)
+        if found is not None:
+            return found, residual
+        x = self._comm.all_reduce(x)
         if self._fused is not None:
             return self._fused(x, self.weight.tensor, self.eps, residual), residual
         residual += x

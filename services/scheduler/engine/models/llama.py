@@ -152,8 +152,8 @@ class LlamaLayer:
     ) -> None:
         self.attention = self.attention_class(config, layer_id, dtype, device, comm)
         self.mlp = self.make_mlp(config, layer_id, dtype, device, comm)
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device, comm)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device, comm)
 
     def make_mlp(
         self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device, comm: Comm
@@ -165,7 +165,7 @@ class LlamaLayer:
         """Run the layer on the output of the one before.
 
         Returns:
-            What is still to be added to the residual stream, and the stream.
+            What is still to be added to the residual stream, of all ranks, and the stream.
         """
         x, residual = self.input_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attention(x, angles, context), residual)
@@ -220,7 +220,7 @@ class LlamaModel:
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, device, comm)
         self.rotary = Rotary(config.rope, max_seq_len, device)
         self.layers = [self.layer_class(config, i, dtype, device, comm) for i in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device, comm)
         tied = self.embedding if config.tied else None
         self.head = Head(config.vocab_size, config.hidden_size, dtype, device, tied, comm)
         self._few: list[FewLayer] = []
@@ -235,13 +235,13 @@ class LlamaModel:
         Returns:
             (num_wanted, hidden_size) final states of the tokens that `context.logits_index` names; for `logits`.
         """
-        residual = self.embedding(input_ids)
+        x = self.embedding(input_ids)
         angles = self.rotary(context.positions)
         if context.few and self._few:
             for few in self._few:
-                few(residual, angles, context)
-            return self.norm(residual)
-        x = torch.zeros_like(residual)
+                few(x, angles, context)
+            return self.norm(x)
+        residual = torch.zeros_like(x)
         for layer in self.layers:
             x, residual = layer(x, residual, angles, context)
         # Only tokens that are drawn after or scored need the end of the model.

@@ -31,6 +31,14 @@ class Comm(Protocol):
         """Add up a tensor over the ranks; it may be changed in place."""
         ...
 
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Add x up over the ranks, add that to the residual stream in place, and normalise the stream.
+
+        Returns:
+            The normalised stream; None, and nothing is done, where there is no such call of one piece.
+        """
+        ...
+
     def gather(self, x: Tensor) -> Tensor:
         """Put the tensors of the ranks behind each other: (ranks, *shape)."""
         ...
@@ -60,6 +68,10 @@ class SoloComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Give it back."""
         return x
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """There is nothing to add up."""
+        return None
 
     def gather(self, x: Tensor) -> Tensor:
         """Give it back, as the only one."""
@@ -104,6 +116,10 @@ class GroupComm:
         x = x.contiguous()
         self._group.allreduce([x]).wait()
         return x
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """See `Comm`: there is none."""
+        return None
 
     def gather(self, x: Tensor) -> Tensor:
         """See `Comm`."""

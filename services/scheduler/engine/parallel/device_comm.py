@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d
 from torch import Tensor
 
 from services.scheduler.engine.kernels import all_reduce as quick
+from services.scheduler.engine.kernels import sum_norm as rows
 from services.scheduler.engine.kernels.all_reduce import PeerPlaces
 from services.scheduler.engine.parallel.peers import PeersUnreachable, open_peers
 from services.scheduler.engine.parallel.state import Ranks
@@ -64,6 +65,14 @@ class DeviceComm:
         """The same through NCCL whatever the size; x must be contiguous and is changed."""
         self._finish(self._group.allreduce([x], _on_this_stream(_c10d.AllreduceOptions())))
         return x
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """See `Comm`."""
+        if self._places is None or not x.is_contiguous() or not residual.is_contiguous():
+            return None
+        if not rows.fits(x, self.ranks.size):
+            return None
+        return rows.sum_norm(x, residual, weight, eps, self._places)
 
     def gather(self, x: Tensor) -> Tensor:
         """See `Comm`."""
