@@ -6,7 +6,8 @@ call may be captured in a graph, once it has been made without one.
 
 import logging
 import os
-from typing import Any, Final
+import time
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed.distributed_c10d
@@ -17,12 +18,15 @@ from services.scheduler.engine.kernels import sum_norm as rows
 from services.scheduler.engine.kernels.all_reduce import PeerPlaces
 from services.scheduler.engine.parallel.peers import PeersUnreachable, open_peers
 from services.scheduler.engine.parallel.state import Ranks
+from services.scheduler.engine.stream import Mark, new_event
 
 log = logging.getLogger(__name__)
 
 _c10d: Final[Any] = torch.distributed.distributed_c10d  # its stubs leave out what is used here
 _PROBED_BYTES: Final = (4, 10_240, 655_360, 4 * quick.CHANNELS * quick.LARGE_WORDS)
 """Sums of both kinds, in one channel and in all."""
+_PROBE_S: Final = 60.0
+"""The kernels are compiled meanwhile, on every rank."""
 
 
 class DeviceComm:
@@ -122,16 +126,32 @@ class DeviceComm:
             return
         calls = torch.zeros((2, quick.CHANNELS), dtype=torch.int32, device=self._device)
         places = PeerPlaces(torch.tensor(addresses, dtype=torch.int64, device=self._device), calls, rank, size)
-        right = 1
-        for num_bytes in _PROBED_BYTES * 3:
-            x = torch.arange(num_bytes // 4, dtype=torch.float32, device=self._device)
-            found = quick.all_reduce(x + rank, places)
-            right &= int(torch.equal(found, x * size + size * (size - 1) // 2))
-        if self.least(right):
+        if self.least(int(self._is_right(places))):
             self._places = places
             log.info("small sums go by the GPUs' own memory")
         else:
             log.warning("small sums go through NCCL: those by the GPUs' own memory came out wrong")
+
+    def _is_right(self, places: PeerPlaces) -> bool:
+        """Try sums out; a GPU that never gets an answer can only be left, so then the process ends."""
+        rank, size, right = places.rank, places.ranks, []
+        for num_bytes in _PROBED_BYTES * 3:
+            x = torch.arange(num_bytes // 4, dtype=torch.float32, device=self._device)
+            found = quick.all_reduce(x + rank, places)
+            right.append((found == x * size + size * (size - 1) // 2).all())
+        all_right = torch.stack(right).all()
+        if all_right.is_cuda:
+            event = new_event()
+            event.record()
+            done = cast(Mark, event)
+            until = time.monotonic() + _PROBE_S
+            while not done.query():
+                if time.monotonic() > until:
+                    log.critical("a GPU's memory took no sums from another GPU; set disable_custom_all_reduce")
+                    logging.shutdown()
+                    os._exit(1)
+                time.sleep(0.001)
+        return bool(all_right)
 
 
 def _on_this_stream(options: Any) -> Any:
