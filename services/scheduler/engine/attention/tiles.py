@@ -85,11 +85,13 @@ def attend_in_tiles(
     rows, kv_heads, places, head_dim = q.shape
     blocks, group = rows * kv_heads, places // positions.shape[1]
     queries = (q * scale).view(blocks, places, head_dim)
-    keys, values = k.view(blocks, -1, head_dim).transpose(1, 2), v.view(blocks, -1, head_dim)
+    keys, values = k.view(blocks, -1, head_dim), v.view(blocks, -1, head_dim)
     out = torch.empty(blocks, places, head_dim, dtype=q.dtype, device=q.device)
     for tile in tiles:
         part = slice(tile.first * group, tile.last * group)
-        scores = torch.bmm(queries[:, part], keys[:, :, : tile.high]).view(rows, kv_heads, -1, tile.high)
+        # The product wants one piece of memory: copying rows is cheap, turning them, which it would do itself, is not.
+        seen = keys[:, : tile.high].contiguous().transpose(1, 2)
+        scores = torch.bmm(queries[:, part], seen).view(rows, kv_heads, -1, tile.high)
         first_hidden = tile.low if window is None else 0
         scores[..., first_hidden:].add_(tile.mask(positions, window, group, q.dtype))
         weights = torch.softmax(scores, -1).view(blocks, -1, tile.high)
