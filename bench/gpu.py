@@ -31,6 +31,8 @@ from services.scheduler.core.link import Arrival
 from services.scheduler.core.ports import Engine
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.engine import EngineConfig, build_engine
+from services.scheduler.engine.gpu import GpuEngine
+from services.scheduler.engine.parallel.device_comm import DeviceComm
 from services.scheduler.loop import StepLoop
 from shared.messages import GenerateRequest
 from shared.model_files import locate
@@ -222,6 +224,8 @@ def bench_model(name: str, ceilings: Ceilings, flags: argparse.Namespace) -> dic
         "runs": runs,
         "steps": diary_lines,
     }
+    if isinstance(engine, GpuEngine) and isinstance(engine.comm, DeviceComm):
+        figures["direct_sums"] = engine.comm.is_direct
     print(json.dumps(figures), flush=True)
     for streams in flags.streams:
         found = stack.run([(840, 200)] * (4 * streams if streams > 1 else 3), streams)

@@ -110,11 +110,7 @@ def _start_on_gpu(
         assert isinstance(message, Order)
         gpu.follow(message)
 
-    def end() -> None:
-        gpu.close()
-        os._exit(0)  # nothing is left to do, and the group of ranks would wait for the others
-
-    return follow, end
+    return follow, gpu.close
 
 
 def _end_with(parent: int) -> None:
@@ -124,8 +120,18 @@ def _end_with(parent: int) -> None:
     os._exit(EXIT_FAULT)
 
 
-if __name__ == "__main__":
+def _run(fd: int) -> int:
     try:
-        sys.exit(main(int(sys.argv[1])))
+        return main(fd)
     except Closed:
-        sys.exit(0)
+        return 0
+    except Exception:
+        log.exception("this rank cannot go on")
+        return EXIT_FAULT
+
+
+if __name__ == "__main__":
+    status = _run(int(sys.argv[1]))
+    logging.shutdown()
+    # Not by way of what the interpreter does at its end: a GPU may wait for a rank that is gone.
+    os._exit(status)

@@ -23,6 +23,7 @@ from torch import Tensor
 from services.scheduler.core.batch import Batch, IntArray, MaskArray, PositionLogprobs, StepPath, StepResult
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
 from services.scheduler.engine.gpu_rank import GpuRank
+from services.scheduler.engine.parallel.comm import Comm
 from services.scheduler.engine.parallel.group import Followers, RankLost
 from services.scheduler.engine.parallel.orders import DrawMode, DrawOrder, PagesOrder, ScoreOrder, StepOrder
 from services.scheduler.engine.sampler import Guides, score_tokens
@@ -92,6 +93,11 @@ class GpuEngine:
     def limits(self) -> EngineLimits:
         """What it can hold."""
         return self._rank.limits
+
+    @property
+    def comm(self) -> Comm:
+        """The other ranks."""
+        return self._rank.comm
 
     def launch(self, batch: Batch) -> Step:
         """Start a step behind those already launched and return at once.

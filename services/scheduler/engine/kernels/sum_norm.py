@@ -6,6 +6,8 @@ stream for pieces: a channel has whole rows, so it can normalise them. Sums are 
 both give the same numbers.
 """
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,9 @@ from services.scheduler.engine.kernels.all_reduce import (
     exchange_flags,
     pack_words,
 )
+
+SMALL_ROWS: Final = 64
+"""Up to so many, twice the bytes are on their way sooner than a flag behind them."""
 
 
 @triton.jit
@@ -140,7 +145,7 @@ def sum_norm(
         "RANK": places.rank, "RANKS": places.ranks, "CHANNELS": all_reduce.CHANNELS, "BLOCK": block,
         "WIDTH": x.dtype.itemsize, "like": LIKE[x.dtype], "num_warps": min(8, max(1, block // 256)),
     }  # fmt: skip
-    if rows <= all_reduce.CHANNELS:
+    if rows <= SMALL_ROWS:
         _small_kernel[(rows,)](
             *ints, words, size, eps, places.addresses, places.calls[0],
             WORDS=all_reduce.SMALL_WORDS, **options, **chain.options(),

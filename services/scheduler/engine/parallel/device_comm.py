@@ -67,6 +67,8 @@ class DeviceComm:
 
     def ring_all_reduce(self, x: Tensor) -> Tensor:
         """The same through NCCL whatever the size; x must be contiguous and is changed."""
+        if not x.numel():  # no row of the step is wanted
+            return x
         self._finish(self._group.allreduce([x], _on_this_stream(_c10d.AllreduceOptions())))
         return x
 
