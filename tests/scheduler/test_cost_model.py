@@ -130,6 +130,25 @@ def test_a_long_time_of_equal_steps_does_not_spoil_it():
     assert model.predict_ms(decode) == pytest.approx(_true_ms(decode), rel=0.05)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_one_stream_for_hours_neither_spoils_it_nor_overflows(seed):
+    """Of what never differs nothing can be known, and not knowing it may not grow without bound."""
+    rng, model, kv = random.Random(seed), CostModel(), 100
+    for i in range(20_000):
+        kv = kv + 1 if kv < 50_000 and rng.random() < 0.99 else 100
+        tokens = 200 if rng.random() < 0.002 else 0
+        shape = StepShape(1, kv, tokens, tokens * tokens / 2, tokens)
+        true_ms = 0.5 + 1e-4 * kv
+        model.observe(shape, true_ms * max(0.2, rng.gauss(1.0, 0.3)))
+        if i > 200:
+            alone_ms = model.predict_ms(StepShape(1, kv, 0, 0.0))
+            assert true_ms / 2 < alone_ms < true_ms * 2, f"step {i}"
+    many = StepShape(32, 3200, 0, 0.0)
+    for _ in range(300):
+        model.observe(many, 8.0)
+    assert model.predict_ms(many) == pytest.approx(8.0, rel=0.2)
+
+
 def test_a_machine_that_becomes_slower_is_noticed():
     rng, model = random.Random(4), _fitted()
     for i in range(1500):

@@ -15,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 FORGETTING = 0.995
+
+LEAST_KNOWN = 1e-6
+"""What stays known of a factor, as the inverse of a variance, however long no step has told of it."""
+
 MIN_STEPS = 8
 """Steps of a kind to learn from before its half counts as fitted."""
 
@@ -63,7 +67,8 @@ class _Fit:
 
     def __init__(self, *spread: float) -> None:
         self._weights = np.zeros(len(spread))
-        self._spread = np.diag(spread)
+        self._known = np.diag(1.0 / np.array(spread))
+        self._leak = np.diag(np.full(len(spread), (1.0 - FORGETTING) * LEAST_KNOWN))
         self._seen = 0
 
     @property
@@ -83,12 +88,10 @@ class _Fit:
     def observe(self, x: Features, took_ms: float) -> None:
         """Learn from features and what they took."""
         self._seen += 1
-        gain = self._spread @ x
-        gain /= FORGETTING + x @ gain
-        self._weights += gain * (took_ms - x @ self._weights)
-        self._spread = (self._spread - np.outer(gain, x @ self._spread)) / FORGETTING
-        # Without this a feature that stays at zero for long would let its uncertainty grow beyond all bounds.
-        np.fill_diagonal(self._spread, np.minimum(self._spread.diagonal(), 1e6))
+        # What is known of a direction in which steps do not differ is forgotten down to a floor: the matrix stays one
+        # that can be solved however long they are alike, and a step of another kind teaches at once.
+        self._known = FORGETTING * self._known + self._leak + np.outer(x, x)
+        self._weights += np.linalg.solve(self._known, x * (took_ms - x @ self._weights))
 
 
 class CostModel:
