@@ -354,3 +354,13 @@ def test_a_rank_that_is_ahead_is_not_waited_for() -> None:
         assert places.calls.tolist() == [[0] * 4, [1] * 4]
         assert other[first + 2 * 4 * 256 :].view(np.int32)[:4].tolist() == [1] * 4
     """)
+
+
+def test_pieces_of_a_vocabulary_embed_their_own() -> None:
+    interpret("""
+        import torch
+        from services.scheduler.engine.kernels.elementwise import embed_piece
+        weight, ids = torch.randn(50, 1500), torch.tensor([0, 16, 17, 49, 33, 34])
+        parts = [embed_piece(ids, weight[first : first + 17].contiguous(), first) for first in (0, 17, 34)]
+        assert torch.equal(sum(parts), weight[ids]) and sum(int((part == 0).all(-1).sum()) for part in parts) == 12
+    """)

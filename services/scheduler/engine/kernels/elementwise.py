@@ -74,6 +74,38 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@triton.jit
+def _embed_kernel(ids, weight, out, first, count, size, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+    chain.follow(CHAIN)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = i < size
+    place = tl.load(ids + token) - first
+    known = (place >= 0) & (place < count)
+    value = tl.load(weight + tl.where(known, place, 0) * size + i, mask=live, other=0.0)
+    tl.store(out + token * size + i, tl.where(known, value, 0.0), mask=live)
+
+
+def embed_piece(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+    """Embed the tokens that a piece of the vocabulary has; the others are zeros.
+
+    Args:
+        ids: (num_tokens,), int64, device.
+        weight: (count, size), device, contiguous; the piece.
+        first: id of its first token.
+
+    Returns:
+        (num_tokens, size).
+    """
+    (count, size), tokens = weight.shape, len(ids)
+    out = torch.empty((tokens, size), dtype=weight.dtype, device=weight.device)
+    block = 1024
+    _embed_kernel[(tokens, triton.cdiv(size, block))](
+        ids, weight, out, first, count, size, BLOCK=block, num_warps=4, **chain.options()
+    )
+    return out
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _inputs_kernel(ids, token_slots, last_tokens, input_ids, pages, num_changes, table, num_tokens, BLOCK: tl.constexpr, CHAIN: tl.constexpr):  # fmt: skip
     chain.follow(CHAIN)

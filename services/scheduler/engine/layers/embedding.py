@@ -33,6 +33,10 @@ class Embedding:
         """(num_tokens,) int64 -> (num_tokens, hidden_size); of several ranks, a part of their sum."""
         if self._comm.ranks.size == 1:
             return F.embedding(input_ids, self.weight.tensor)
+        if self.weight.tensor.is_cuda:
+            from services.scheduler.engine.kernels.elementwise import embed_piece  # Triton only where it is used
+
+            return embed_piece(input_ids, self.weight.tensor, self._first)
         places = input_ids - self._first
         others = (places < 0) | (places >= self._piece)
         found = F.embedding(places.masked_fill(others, 0), self.weight.tensor)

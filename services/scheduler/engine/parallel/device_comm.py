@@ -157,5 +157,7 @@ class DeviceComm:
 
 
 def _on_this_stream(options: Any) -> Any:
-    options.asyncOp = False
+    """Have a call of the group use the current stream, where this torch can; else `_finish` joins the two."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
     return options
