@@ -213,6 +213,8 @@ class _Script:
             if top is not None:
                 logprobs[row] = self._logprobs(int(token_ids[row]), top)
         scores = {score.row: _score(score) for score in batch.scores}
+        scored = np.array(list(scores), np.intp)
+        bad[scored] |= self._bad[batch.slots[scored]]
         return StepResult(token_ids, bad, logprobs, forward_ms, scores)
 
     def _set_up(self, setup: SlotSetup) -> None:
