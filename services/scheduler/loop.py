@@ -154,6 +154,7 @@ class StepLoop:
         output = self._scheduler.settle(step.batch, result, time.time_ns())
         self._guide_oldest()
         self._tell(output)
+        self._tell(self._scheduler.take_endings(time.time_ns()))
 
     def _guide_oldest(self) -> None:
         """Say what the guided rows of the oldest step may draw, once: nothing is unsettled before it."""

@@ -197,6 +197,16 @@ def test_stop_settles_and_says_what_is_in_flight():
     assert len(run.heard("a").tokens) == run.loop.stats.steps
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_was_scored_in_the_last_step_is_told_before_the_end(overlap):
+    """It draws no token, so the step that ends it has no output of its own."""
+    run = Running(overlap=overlap)
+    run.link.put(arrival("a", b"hello", max_tokens=0, prompt_logprobs=0))
+    run.loop.turn()
+    run.loop.settle_all()
+    assert run.heard("a").finish == "length" and len(run.heard("a").prompts) == 1
+
+
 def test_a_lost_engine_ends_the_loop():
     class Lost(FakeEngine):
         def wait(self, step):

@@ -127,8 +127,7 @@ def alone(item: Arrival, config: FakeEngineConfig) -> Expected:
     words = make_words(params.grammar) if params.grammar and most else None
     if words and words.how == "refused":
         return Expected([], error="no_grammar")
-    marked = any(tuple(prompt[i : i + 2]) == NAN_MARKER for i in range(len(prompt) - 1))
-    if marked and not (words and words.how == "fill" and words.breaks == 0):
+    if any(tuple(prompt[i : i + 2]) == NAN_MARKER for i in range(len(prompt) - 1)):
         return Expected([], error="bad_logits")
     if most == 0:
         return Expected([], "length")
@@ -263,7 +262,8 @@ class Requests:
         if rng.random() < 0.2:
             how = rng.choice(["never"] * 5 + ["fill", "accept", "nothing", "refused"])
             shape, delay = rng.choice(["open", "whole"]), rng.choice([0, 0, 1, 3, LONG_DELAY])
-            params["grammar"] = Grammar("regex", f"{rng.randint(1, 12)} {shape} {rng.randint(0, 6)} {how} {delay}")
+            breaks = rng.randint(int(how == "fill"), 6)
+            params["grammar"] = Grammar("regex", f"{rng.randint(1, 12)} {shape} {breaks} {how} {delay}")
         return params
 
 
