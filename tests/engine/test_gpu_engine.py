@@ -10,6 +10,8 @@ import textwrap
 
 import pytest
 
+from services.scheduler.engine.graph import decode_sizes
+
 pytestmark = pytest.mark.slow
 SETUP = """
 import sys, tempfile
@@ -139,3 +141,8 @@ def test_masks_scores_and_broken_rows() -> None:
         assert (first.scores[1].top_ids == second.scores[1].top_ids).all()
         reference.close()
     """)
+
+
+def test_no_graphs_are_asked_for_by_zero_rows() -> None:
+    assert decode_sizes(0) == []
+    assert decode_sizes(3) == [1, 2, 3] and decode_sizes(300)[-2:] == [288, 300]

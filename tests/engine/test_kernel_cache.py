@@ -53,6 +53,7 @@ def test_nothing_happens_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Monke
             FileNotFoundError(2, "No such file or directory", "no-such-cc"),
             "CC is no-such-cc: No such file or directory",
         ),
+        (OSError(30, "Read-only file system", "FOLDER/ab12"), "cannot be written: Read-only file system"),
     ],
 )
 def test_a_missing_compiler_is_told_with_the_way_out(
@@ -62,6 +63,8 @@ def test_a_missing_compiler_is_told_with_the_way_out(
     monkeypatch.setenv("CC", "no-such-cc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernel_cache.KernelCache, "listen", lambda self: None)
+    if isinstance(error, OSError):
+        error.filename = str(error.filename).replace("FOLDER", str(tmp_path))
     with pytest.raises(ConfigError) as raised, kept_kernels(tmp_path, "auto"):
         raise RuntimeError("a step failed") from error
     assert words in str(raised.value) and "`python -m services.launcher warmup`" in str(raised.value)

@@ -218,6 +218,7 @@ def test_float32_equals_the_cpu(folder: Path) -> None:
 
 def test_graphs_change_nothing(engine: GpuEngine, folder: Path) -> None:
     eager = build_engine(replace(CONFIG, cuda_graph_max_bs=0), locate(str(folder)))
+    assert isinstance(eager, GpuEngine) and not eager._run.decode_graphs.sizes and not eager._run.mixed_graphs.sizes
     for params in (GREEDY, SEEDED, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=9)):
         found, wanted = Driver(engine).run(PROMPTS, 20, params), Driver(eager).run(PROMPTS, 20, params)
         assert [seq.output for seq in found] == [seq.output for seq in wanted]

@@ -257,9 +257,9 @@ class GpuEngine:
         try:
             with torch.inference_mode():
                 yield
-        except RuntimeError as e:
-            if isinstance(e, EngineFault):
-                raise
+        except EngineFault:
+            raise
+        except Exception as e:  # a compiler's as well as the device's: the step may be half launched
             # The device's state is not known any more.
             self._fault = self._fault or e
             raise EngineFault(f"a step failed: {e!r}") from e
@@ -280,7 +280,10 @@ class GpuEngine:
             time.sleep(_LOOK_S)
 
     def _leave_device(self) -> bool:
-        """See that the process, when it ends, does not wait for the device; returns whether there is one."""
+        """See that the process, when it ends, does not wait for the device; returns whether there is one.
+
+        A scheduler ends in its own way (`shared.runtime.leave`); this is for programs that hold an engine themselves.
+        """
         on_gpu = self._rank.model.device.type == "cuda"
         if on_gpu and not self._is_left:
             self._is_left = True

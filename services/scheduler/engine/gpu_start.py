@@ -120,7 +120,8 @@ def _measure(model: LlamaModel, limits: EngineLimits, streams: Streams, sizes: l
     probe.capture(sizes[-1:], mixed=False, show=False)
     streams.finish()
     graph_bytes = max(0, free - torch.cuda.mem_get_info(model.device)[0])
-    graph_bytes += _GRAPH_BYTES * (len(sizes) + len(mixed_sizes(limits.max_step_tokens)))
+    if sizes:
+        graph_bytes += _GRAPH_BYTES * (len(sizes) + len(mixed_sizes(limits.max_step_tokens)))
     probe.close()
     own_bytes = before - torch.cuda.memory_allocated() if before else 0
     del probe, cache

@@ -23,9 +23,9 @@ MAX_MIXED_TOKENS: Final = 2048
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Rows of steps of single tokens that get a graph: dense where steps are short, and `max_rows` itself."""
+    """Rows of steps of single tokens that get a graph: dense where steps are short, and `max_rows` unless it is 0."""
     sizes = [*_SMALL, *range(8, min(max_rows, 256) + 1, 8), *range(272, max_rows + 1, 16), max_rows]
-    return sorted({size for size in sizes if size <= max_rows})
+    return sorted({size for size in sizes if 0 < size <= max_rows})
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
@@ -74,15 +74,21 @@ class StepGraphs:
         return self._graphs[size][1]
 
     def capture(self, sizes: list[int], *, show: bool = True) -> None:
-        """Capture sizes, largest first, on the current stream; one that fails is left out with a warning.
+        """Capture sizes, largest first, on the current stream; one that cannot be is left out with a warning.
 
-        A bar on stderr shows how far it is, when that is a terminal.
+        Each is computed without a graph before: what libraries prepare at first use cannot be captured, and a step
+        that fails there would fail when it serves. A bar on stderr shows how far it is, when that is a terminal.
+
+        Raises:
+            RuntimeError: a step failed without a graph, for lack of memory, say.
         """
         gc.collect()
         gc.disable()
         try:
             hidden = not (show and sys.stderr.isatty())
             for size in tqdm(sorted(sizes, reverse=True), f"{self._kind} graphs", leave=False, disable=hidden):
+                # Not caught: of several ranks the others would wait for ever for the sums of this one.
+                self._compute(size)
                 try:
                     self._graphs[size] = self._capture(size)
                 except RuntimeError as e:  # out of memory too
@@ -101,8 +107,6 @@ class StepGraphs:
         self._next = []
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # Once without a graph: what libraries prepare at first use cannot be captured.
-        self._compute(size)
         stream = torch.cuda.current_stream()
         stream.synchronize()
         if StepGraphs.pool is None:

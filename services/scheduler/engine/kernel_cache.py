@@ -107,7 +107,7 @@ def kept_kernels(setting: Path | None, device: str) -> Iterator[KernelCache | No
     try:
         yield cache
     except Exception as e:
-        if _lacks_compiler(e):
+        if _cannot_compile(cache.folder, e):
             raise ConfigError(_advice(cache.folder, e)) from e
         raise
     cache.serves = True
@@ -127,20 +127,22 @@ def _tell(cache: KernelCache) -> None:
 
 def _advice(folder: Path, error: BaseException) -> str:
     return (
-        f"a kernel is not in {folder}, and cannot be compiled here ({_lacks_compiler(error)}): fill that folder with "
-        f"`{WARM_UP}` and the same settings, on the same kind of GPU with the same version, where there is a C "
+        f"a kernel is not in {folder}, and cannot be compiled here ({_cannot_compile(folder, error)}): fill that folder "
+        f"with `{WARM_UP}` and the same settings, on the same kind of GPU with the same version, where there is a C "
         "compiler with Python's headers; or install these"
     )
 
 
-def _lacks_compiler(error: BaseException) -> str:
-    """Say what of a compiler is missing, if that is why something failed; empty otherwise."""
+def _cannot_compile(folder: Path, error: BaseException) -> str:
+    """Say what compiling lacks (a compiler, or a folder to write to), if something failed for that; else nothing."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, subprocess.CalledProcessError) and "-shared" in map(str, seen.cmd):
             return f"{seen.cmd[0]} ended with {seen.returncode}"
         if isinstance(seen, FileNotFoundError | PermissionError) and str(seen.filename) == os.environ.get("CC"):
             return f"CC is {seen.filename}: {seen.strerror}"
+        if isinstance(seen, OSError) and seen.filename and Path(str(seen.filename)).is_relative_to(folder):
+            return f"{folder} cannot be written: {seen.strerror}"
         if isinstance(seen, RuntimeError) and "Failed to find C compiler" in str(seen):
             return "there is no C compiler"
         seen = seen.__cause__ or seen.__context__

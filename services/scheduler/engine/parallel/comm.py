@@ -1,7 +1,7 @@
 """What the ranks of a model say to each other while they compute: sums, and pieces put together.
 
 Owns the process group. It is made directly and not the global one of `torch.distributed`, so that a process may
-hold several engines. On CPUs the ranks speak gloo, on GPUs NCCL; the calls are the same.
+hold several engines. Ranks on CPUs speak gloo; those on GPUs have `device_comm`, whose calls are the same.
 """
 
 from datetime import timedelta
@@ -109,7 +109,7 @@ class GroupComm:
         self.ranks = ranks
         self._device = device
         self._store = store  # it must outlive the group
-        self._group = _make_group(ranks, store, device)
+        self._group = _make_group(ranks, store)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Comm`."""
@@ -162,9 +162,7 @@ def join_store(port: int, size: int) -> Any:
     return _c10d.TCPStore(HOST, port, size, is_master=False, wait_for_workers=False, timeout=_JOIN_TIMEOUT)
 
 
-def _make_group(ranks: Ranks, store: Any, device: torch.device) -> Any:
-    if device.type == "cuda":
-        return _c10d.ProcessGroupNCCL(store, ranks.rank, ranks.size, _c10d.ProcessGroupNCCL.Options())
+def _make_group(ranks: Ranks, store: Any) -> Any:
     options: Any = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=HOST)]
     options._timeout = _JOIN_TIMEOUT

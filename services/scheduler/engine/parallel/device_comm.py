@@ -1,7 +1,7 @@
 """What the ranks of a model say to each other on GPUs: all of it goes into the current stream, and no host waits.
 
 Owns the NCCL group, and the memory for the small sums that go around it where the GPUs can reach each other. Every
-call may be captured in a graph, once it has been made without one.
+call but `least` may be captured in a graph, once it has been made without one.
 """
 
 import logging
