@@ -127,9 +127,9 @@ def _tell(cache: KernelCache) -> None:
 
 def _advice(folder: Path, error: BaseException) -> str:
     return (
-        f"a kernel is not in {folder}, and cannot be compiled here ({_cannot_compile(folder, error)}): fill that folder "
-        f"with `{WARM_UP}` and the same settings, on the same kind of GPU with the same version, where there is a C "
-        "compiler with Python's headers; or install these"
+        f"a kernel is not in {folder}, and cannot be compiled here ({_cannot_compile(folder, error)}): fill that "
+        f"folder with `{WARM_UP}` and the same settings, on the same kind of GPU with the same version, where there is "
+        "a C compiler with Python's headers; or install these"
     )
 
 
