@@ -93,6 +93,7 @@ class Heart:
         self._last_beat_s = 0.0
         self._living: dict[Role, Mapping[str, Heartbeat]] = {}
         self._dead: dict[Role, dict[str, bytes]] = {}
+        self._forgettable: dict[Role, dict[str, bytes]] = {}
         self._up_gauge = metrics.gauge(BROKER_UP)
         self._reconnects = metrics.counter(BROKER_RECONNECTS)
         self._round_trip = metrics.histogram(BROKER_ROUND_TRIP)
@@ -125,8 +126,12 @@ class Heart:
         return self._living.get(role, _NOBODY)
 
     def dead(self, role: Role) -> Mapping[str, bytes]:
-        """Give the dead of a watched role with the encoded heartbeat they died at, as `control.retire` wants it."""
+        """Give the dead of a watched role with the encoded heartbeat they died at."""
         return self._dead.get(role, {})
+
+    def forgettable(self, role: Role) -> Mapping[str, bytes]:
+        """Give those of the dead whom every other instance has had time to see dead, for `control.retire`."""
+        return self._forgettable.get(role, {})
 
     def is_registered(self, role: Role, incarnation: str) -> bool:
         """Whether an instance was in the registry at the last look, dead or alive, its heartbeat readable or not."""
@@ -215,6 +220,7 @@ class Heart:
         self._observer.note(seen)
         self._living = {role: self._observer.living(role) for role in self._roles}
         before, self._dead = self._dead, {role: self._observer.dead(role) for role in self._roles}
+        self._forgettable = {role: self._observer.forgettable(role) for role in self._roles}
         num_new = 0
         for role, dead in self._dead.items():
             if new := dead.keys() - before.get(role, {}).keys():

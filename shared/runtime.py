@@ -190,6 +190,10 @@ class Life:
         """Give incarnation -> encoded last heartbeat of those whose lease is over, until they are retired."""
         return self.heart.dead(role)
 
+    def forgettable(self, role: Role) -> Mapping[str, bytes]:
+        """Give those of the dead whom every other instance has had time to see dead, for `retire`."""
+        return self.heart.forgettable(role)
+
     # --- the life itself -----------------------------------------------------------------------------------
 
     def run(self) -> int:

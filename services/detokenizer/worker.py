@@ -213,7 +213,7 @@ class Detokenizer:
         self._last_look_s = now
         self._speaker.forget_idle()
         broker = self._life.broker
-        dead = self._life.dead("detokenizer")
+        dead = self._life.forgettable("detokenizer")
         signing_off = [retire(broker.keys, "detokenizer", incarnation, beat) for incarnation, beat in dead.items()]
         measuring = [backlog(broker.keys.tokens(self._model, shard)) for shard in self._positions]
         answers = broker.run_many([*signing_off, *measuring]) if signing_off or measuring else []

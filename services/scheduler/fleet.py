@@ -46,6 +46,10 @@ class Registry(Protocol):
         """Give those whose lease is over with their last encoded heartbeats."""
         ...
 
+    def forgettable(self, role: Role) -> Mapping[str, bytes]:
+        """Give those of the dead whom every other instance has had time to see dead."""
+        ...
+
     def is_registered(self, role: Role, incarnation: str) -> bool:
         """Whether an instance is known, whatever its heartbeat says."""
         ...
@@ -104,6 +108,7 @@ class Fleet:
                     read_generate(self._keys, engine, after=FIRST, count=TAKE_COUNT),
                     partial(self._on_found, engine),
                 )
+        for engine, beat in self._registry.forgettable("scheduler").items():
             agenda.add(retire(self._keys, "scheduler", engine, beat), lambda _: None)
 
     def plan_takes(self, agenda: Agenda) -> None:

@@ -28,7 +28,8 @@ class Claims:
         consumer: the incarnation of this instance.
         worker: does what is claimed.
         living: incarnations of the living tokenizers.
-        dead: incarnation -> encoded last heartbeat of those whose lease is over.
+        dead: incarnations of those whose lease is over.
+        forgettable: incarnation -> encoded last heartbeat of those whom others, too, have seen dead.
         lease_s: seconds a consumer may be unknown.
         clock: monotonic seconds.
     """
@@ -41,7 +42,8 @@ class Claims:
         worker: Worker,
         *,
         living: Callable[[], Collection[str]],
-        dead: Callable[[], Mapping[str, bytes]],
+        dead: Callable[[], Collection[str]],
+        forgettable: Callable[[], Mapping[str, bytes]],
         lease_s: float = LEASE_S["tokenizer"],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,6 +53,7 @@ class Claims:
         self._worker = worker
         self._living = living
         self._dead = dead
+        self._forgettable = forgettable
         self._lease_s = lease_s
         self._clock = clock
         self._unknown_since: dict[str, float] = {}
@@ -79,7 +82,7 @@ class Claims:
         for consumer in sorted(self._gone(consumers, dead, now)):
             self._inherit(consumer, beat)
             del consumers[consumer]
-        for incarnation, last in self._dead().items():
+        for incarnation, last in self._forgettable().items():
             if incarnation not in consumers:
                 self._broker.run(retire(self._broker.keys, "tokenizer", incarnation, last))
         self._seen_dead = dead

@@ -84,7 +84,8 @@ class TokenizerService:
             life.incarnation,
             worker,
             living=lambda: life.living("tokenizer").keys(),
-            dead=lambda: life.dead("tokenizer"),
+            dead=lambda: life.dead("tokenizer").keys(),
+            forgettable=lambda: life.forgettable("tokenizer"),
         )
         backoff, lost, next_measure_s = Backoff(), True, 0.0
         while not life.draining:

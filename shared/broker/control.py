@@ -169,9 +169,14 @@ class Observer:
         return found
 
     def dead(self, role: Role) -> dict[str, bytes]:
-        """Give the dead of a role with the heartbeat they died at, as `retire` wants it."""
+        """Give the dead of a role with the heartbeat they died at."""
         leases = self._roles.get(role, {})
         return {name: lease.beat for name, lease in leases.items() if self._is_over(role, name, lease)}
+
+    def forgettable(self, role: Role) -> dict[str, bytes]:
+        """Give those of the dead whom every other observer has had time to see dead, for `retire`."""
+        leases = self._roles.get(role, {})
+        return {name: last for name, last in self.dead(role).items() if leases[name].still_s >= self._longest_step_s}
 
     def is_registered(self, role: Role, incarnation: str) -> bool:
         """Whether the last look saw it in the registry, dead or alive, its heartbeat readable or not."""

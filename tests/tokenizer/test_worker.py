@@ -254,8 +254,9 @@ def make_claims(
     rig: Rig, worker: Worker, living: set[str], dead: dict[str, bytes], clock: Callable[[], float]
 ) -> Claims:
     return Claims(
-        rig.broker, MODEL, "tok-1", worker, living=lambda: living, dead=lambda: dead, lease_s=1.5, clock=clock
-    )
+        rig.broker, MODEL, "tok-1", worker,
+        living=lambda: living, dead=lambda: dead, forgettable=lambda: dead, lease_s=1.5, clock=clock,
+    )  # fmt: skip
 
 
 def test_what_a_dead_tokenizer_left_is_done_and_the_dead_is_forgotten(rig: Rig, worker: Worker) -> None:

@@ -56,6 +56,11 @@ def test_who_was_seen_to_end_is_dead_at_the_first_look(observer: Observer, clock
     told = encode(Heartbeat(1, "x", ended=True))
     observer.note({"scheduler": {"a": told, "b": beat(1), "me": told}})
     assert observer.dead("scheduler") == {"a": told}, "with the beat that retires it; and nobody is dead for himself"
+    assert observer.forgettable("scheduler") == {}, "others have not looked yet"
+    for _ in range(2):
+        clock.now_s += 0.5
+        observer.note({"scheduler": {"a": told, "b": beat(1), "me": told}})
+    assert observer.forgettable("scheduler") == {"a": told}
     observer.lost()
     assert "a" in observer.dead("scheduler"), "an outage of the broker brings nobody back"
     watch(observer, clock, 1, a=2, b=1)
