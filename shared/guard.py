@@ -2,12 +2,15 @@
 
 Owns signal handlers and the thread that acts on them, the watch over a stuck loop and over a drain that takes
 too long. A handler runs on the main thread, which may hold any lock at that moment, so it does no more than pass
-the signal on to the guard's thread.
+the signal on to the guard's thread. Stacks are asked for where that thread may be the one that stands still, so the
+number of every signal also goes through a pipe, which the interpreter fills at once; they are printed by a thread that
+holds the interpreter, because whoever looks at frames that run meanwhile may crash.
 """
 
 import contextlib
 import faulthandler
 import logging
+import os
 import queue
 import signal
 import threading
@@ -70,6 +73,8 @@ class Guard:
         self._first_signal: tuple[int, float] | None = None
         self._overdue_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+        self._stacks: threading.Thread | None = None
+        self._pipe = (-1, -1)
         self._over = False
 
     def connect_signals(self) -> None:
@@ -77,15 +82,27 @@ class Guard:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGUSR2, lambda number, _: self._signals.put(number))
-        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+        signal.signal(signal.SIGUSR1, lambda number, _: None)
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._stacks = threading.Thread(target=self._show_stacks, name="stacks", daemon=True)
+        self._stacks.start()
 
     def start(self) -> None:
         """Begin to watch; signals that came before are heeded now."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Watch no more; stacks that were asked for are printed first. Of a guard with signals main thread only."""
         self._over = True
+        if self._stacks is not None:
+            signal.set_wakeup_fd(-1)
+            os.write(self._pipe[1], b"\0")
+            self._stacks.join()
+            self._stacks = None
+            for end in self._pipe:
+                os.close(end)
         self._signals.put(0)
         if self._thread.is_alive():
             self._thread.join()
@@ -98,6 +115,13 @@ class Guard:
         self._signals.put(number)
         if self.may_interrupt:
             raise Interrupted
+
+    def _show_stacks(self) -> None:
+        asked = b""
+        while 0 not in asked:
+            asked = os.read(self._pipe[0], 64)
+            if signal.SIGUSR1 in asked:
+                faulthandler.dump_traceback(all_threads=True)
 
     def _run(self) -> None:
         while not self._over:

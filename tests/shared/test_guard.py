@@ -1,4 +1,3 @@
-import faulthandler
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -67,13 +66,15 @@ def start() -> Iterator[Callable[..., Process]]:
 
 def test_a_death_elsewhere_is_looked_at_and_ends_nothing(start: Callable[..., Process]) -> None:
     process = start()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    }
     try:
         process.guard.connect_signals()
         signal.raise_signal(signal.SIGUSR2)
         assert process.looked.wait(20)
     finally:
-        faulthandler.unregister(signal.SIGUSR1)
+        process.guard.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
     assert not process.drains and not process.codes
