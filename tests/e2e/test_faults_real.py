@@ -1,10 +1,13 @@
 """The embedded model in float32 on two engines: whatever happens to whom, every token is what it would have been."""
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.faults.crowd import LONG, Client, Crowd, wait_begun, wait_heard
@@ -127,6 +130,42 @@ def test_engines_are_drained_one_after_the_other(
             wait_heard(clients, 4, 60)
         crowd.wait(clients)
     check(clients, undisturbed)
+    wait_quiet(pair)
+
+
+def spoken_arguments(pair: Stack, *, disturbed: bool) -> str:
+    """Stream a forced call; where it is disturbed, its engine is killed in the middle of the arguments."""
+    parameters = {"type": "object", "required": ["city"], "additionalProperties": False}
+    parameters["properties"] = {"city": {"type": "string", "minLength": 120, "maxLength": 140}}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters, "strict": True}}
+    body = pair.chat_body("Weather where?", tools=[tool], temperature=0, max_tokens=200, stream=True)
+    body["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
+    said, names, finish, victim = "", [], "", ""
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
+        for chunk in client.chat.completions.create(**body):
+            (choice,) = chunk.choices
+            for call in choice.delta.tool_calls or []:
+                assert call.index == 0 and call.function is not None
+                names += [call.function.name] if call.function.name else []
+                said += call.function.arguments or ""
+            finish = choice.finish_reason or finish
+            if disturbed and not victim and len(said) > 20:
+                running = {s: pair.metric(s, "millrace_requests_running") for s in ("scheduler-0", "scheduler-1")}
+                victim = max(running, key=lambda s: running[s])
+                assert running[victim] == 1, "the call is under way"
+                pair.kill(victim, signal.SIGKILL)
+    assert names == ["weather"] and finish == "tool_calls"
+    assert not disturbed or victim
+    return said
+
+
+@pytest.mark.slow
+def test_an_engine_is_killed_in_the_middle_of_a_call(pair: Stack) -> None:
+    pair.wait_ready()
+    wanted = spoken_arguments(pair, disturbed=False)
+    assert 120 <= len(json.loads(wanted)["city"]) <= 140
+    assert spoken_arguments(pair, disturbed=True) == wanted
+    pair.wait_ready()
     wait_quiet(pair)
 
 
