@@ -32,6 +32,7 @@ class Seq:
     slot: int
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     drawn: int = 0
@@ -137,7 +138,9 @@ class Driver:
             seq.bad |= bool(result.bad[row])
             seq.output.append(int(result.token_ids[row]))
             if row in result.logprobs:
-                seq.logprobs.append(result.logprobs[row].logprob)
+                found = result.logprobs[row]
+                seq.logprobs.append(found.logprob)
+                seq.tops.append(dict(zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)))
         return result
 
     def step(self, rows: list[tuple[Seq, int]]) -> StepResult:
