@@ -33,6 +33,7 @@ from services.scheduler.engine.parallel.comm import SOLO, Comm, GroupComm, join_
 from services.scheduler.engine.parallel.control import Channel, Closed, Setup
 from services.scheduler.engine.parallel.device_comm import DeviceComm
 from services.scheduler.engine.parallel.orders import Order
+from services.scheduler.engine.parallel.peers import PeerMemory
 from services.scheduler.engine.parallel.state import Ranks
 from services.scheduler.engine.weights.loader import load_weights
 from shared.model_files import locate
@@ -43,7 +44,7 @@ SIZES = [1, 4]
 CPU = torch.device("cpu")
 
 
-def _open_file(num_bytes: int, ranks: Ranks, store: Any, device: torch.device) -> list[int]:
+def _open_file(num_bytes: int, ranks: Ranks, store: Any, device: torch.device) -> PeerMemory:
     """Memory that all ranks can write to, as `peers.open_peers` gives it."""
     path = Path(tempfile.gettempdir()) / f"millrace-peers-{store.port}-{ranks.rank}"
     path.write_bytes(b"")
@@ -54,7 +55,9 @@ def _open_file(num_bytes: int, ranks: Ranks, store: Any, device: torch.device) -
     store.set(f"mapped-{ranks.rank}", "1")
     store.wait([f"mapped-{rank}" for rank in range(ranks.size)])
     path.unlink()
-    return [each.ctypes.data for each in _maps]
+    memory = PeerMemory(ranks, store, device)
+    memory.addresses = [each.ctypes.data for each in _maps]
+    return memory
 
 
 _maps: list[np.memmap] = []
@@ -130,7 +133,9 @@ def make_engine(model_path: str, ranks: int, *, replayed: bool = False, direct: 
     followers = group.Followers(ranks, store.port, model_path, {"replayed": replayed, "direct": direct})
     comm = DeviceComm(Ranks(0, ranks), store, CPU, direct=direct)
     assert comm.is_direct is direct
-    return GpuEngine(make_rank(model_path, comm, replayed=replayed), followers)
+    engine = GpuEngine(make_rank(model_path, comm, replayed=replayed), followers)
+    followers.watch(engine.lose)
+    return engine
 
 
 def prompt(length: int) -> list[int]:

@@ -4,7 +4,6 @@ Owns the choice between the engines; what they do is theirs.
 """
 
 import logging
-import os
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -15,16 +14,18 @@ from services.scheduler.core.ports import Engine, EngineLimits
 from services.scheduler.engine.device import available_threads, describe_processor, pick_device, pick_dtype, set_threads
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.local import LocalEngine
-from services.scheduler.engine.memory import PoolRequest, plan_pages
+from services.scheduler.engine.memory import PoolRequest, plan_pages, within_memory
 from services.scheduler.engine.models.config import ModelConfig
 from services.scheduler.engine.models.llama import LlamaModel, Model
 from services.scheduler.engine.models.registry import describe, is_own, model_class
 from services.scheduler.engine.parallel.comm import SOLO, Comm, GroupComm, open_store
+from services.scheduler.engine.parallel.ending import EXIT_CONFIG, EXIT_FAULT, end_process, leave_device
 from services.scheduler.engine.parallel.group import Followers, RankLost
 from services.scheduler.engine.parallel.state import Ranks
 from services.scheduler.engine.threads import on_passing_thread
 from services.scheduler.engine.weights.loader import load_weights
 from shared.errors import ConfigError
+from shared.reason import tell_reason
 
 if TYPE_CHECKING:
     from shared.model_files import ModelFiles
@@ -97,17 +98,8 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> Engine:
     on_gpu = runs_on_kernels(plan, config.attention_backend)
     if config.cuda_graph_max_bs and not on_gpu:
         log.warning("cuda_graph_max_bs is %d, but this engine captures no graphs", config.cuda_graph_max_bs)
-    if config.ranks > 1:
-        engine: Engine = _start_ranks(plan, config, files, on_gpu=on_gpu)
-    elif on_gpu:
-        from services.scheduler.engine.gpu_start import start_gpu_engine  # Triton only where it is used
-
-        engine = start_gpu_engine(load_model(plan, files), plan.limits, plan.pool, config.cuda_graph_max_bs)
-    else:
-        model = on_passing_thread(lambda: _load_any(plan, files))
-        cache = make_cache(plan, model)
-        engine = LocalEngine(model, cache, _sized(plan.limits, cache), config.attention_backend, plan.threads)
-        engine.warm_up()
+    start = _start_ranks if config.ranks > 1 else _start_alone
+    engine = start(plan, config, files, on_gpu=on_gpu)
     limits = engine.limits
     log.info(
         "engine ready in %.1f s: %s in %s on %s, %d pages of %d tokens (%d MB)",
@@ -119,6 +111,19 @@ def build_engine(config: EngineConfig, files: "ModelFiles") -> Engine:
         limits.page_size,
         limits.kv_bytes >> 20,
     )
+    return engine
+
+
+def _start_alone(plan: "ModelPlan", config: EngineConfig, files: "ModelFiles", *, on_gpu: bool) -> Engine:
+    if on_gpu:
+        from services.scheduler.engine.gpu_start import start_gpu_engine  # Triton only where it is used
+
+        with within_memory():
+            return start_gpu_engine(load_model(plan, files), plan.limits, plan.pool, config.cuda_graph_max_bs)
+    model = on_passing_thread(lambda: _load_any(plan, files))
+    cache = make_cache(plan, model)
+    engine = LocalEngine(model, cache, _sized(plan.limits, cache), config.attention_backend, plan.threads)
+    engine.warm_up()
     return engine
 
 
@@ -235,26 +240,50 @@ def _start_ranks(plan: ModelPlan, config: EngineConfig, files: "ModelFiles", *, 
     """Start the other ranks, and load this one's piece while they load theirs."""
     store = open_store(config.ranks)
     followers = Followers(config.ranks, store.port, str(files.path), asdict(config))
-    if plan.device.type == "cuda":
-        followers.watch(_end_start)
     try:
         followers.wait_ready()  # they are there
-        comm = make_comm(plan, store, direct=config.direct_sums)
-        model = load_model(plan, files, comm)
-        followers.wait_ready()  # they have their weights
-        if on_gpu:
-            from services.scheduler.engine.gpu_start import start_gpu_engine
-
-            return start_gpu_engine(model, plan.limits, plan.pool, config.cuda_graph_max_bs, comm, followers)
-        cache = make_cache(plan, model, comm)
-        engine = LocalEngine(
-            model, cache, _sized(plan.limits, cache), config.attention_backend, plan.threads, comm, followers
-        )
-        engine.warm_up()
-    except BaseException:
+        start = _start_first_gpu if on_gpu else _start_first
+        engine = start(plan, config, files, store, followers)
+        followers.serve()
+    except BaseException as e:
         followers.close()
+        lost = followers.lost
+        if lost is not None and lost.refusal is not None and not isinstance(e, ConfigError):
+            raise lost.refusal from e
         raise
     return engine
+
+
+def _start_first(
+    plan: ModelPlan, config: EngineConfig, files: "ModelFiles", store: Any, followers: Followers
+) -> LocalEngine:
+    """Make rank 0 on a CPU."""
+    comm = followers.meet(lambda: make_comm(plan, store, direct=config.direct_sums))
+    model = load_model(plan, files, comm)
+    followers.wait_ready()  # they have their weights
+    cache = make_cache(plan, model, comm)
+    limits = _sized(plan.limits, cache)
+    engine = LocalEngine(model, cache, limits, config.attention_backend, plan.threads, comm, followers)
+    engine.warm_up()
+    return engine
+
+
+def _start_first_gpu(
+    plan: ModelPlan, config: EngineConfig, files: "ModelFiles", store: Any, followers: Followers
+) -> Engine:
+    """Make rank 0 on a GPU, which may come to wait for a rank that is gone; then the process ends."""
+    from services.scheduler.engine.gpu_start import start_gpu_engine
+
+    followers.watch(_end_start)
+    try:
+        with within_memory():
+            comm = make_comm(plan, store, direct=config.direct_sums)
+            model = load_model(plan, files, comm)
+            followers.wait_ready()  # they have their weights
+            return start_gpu_engine(model, plan.limits, plan.pool, config.cuda_graph_max_bs, comm, followers)
+    except BaseException as e:
+        leave_device(EXIT_CONFIG if isinstance(e, ConfigError) else EXIT_FAULT, e)
+        raise
 
 
 def make_comm(plan: ModelPlan, store: Any, *, direct: bool) -> Comm:
@@ -268,10 +297,11 @@ def make_comm(plan: ModelPlan, store: Any, *, direct: bool) -> Comm:
 
 
 def _end_start(lost: RankLost) -> None:
-    """End a start that waits on its GPU for a rank that is gone; what that rank lacked it has said itself."""
-    log.critical("the start ends: %s", lost)
-    logging.shutdown()
-    os._exit(1)
+    """End a start that may wait on its GPU for a rank that is gone, in the words of that rank."""
+    error = lost.refusal or lost
+    log.critical("%s", error)
+    tell_reason(str(error))
+    end_process(EXIT_CONFIG if lost.refusal else EXIT_FAULT)
 
 
 def _max_seq_len(config: EngineConfig, of_model: int) -> int:
@@ -283,8 +313,21 @@ def _max_seq_len(config: EngineConfig, of_model: int) -> int:
 
 
 def runs_on_kernels(plan: ModelPlan, backend: str) -> bool:
-    """Whether the engine for GPUs runs this model."""
-    return plan.device.type == "cuda" and is_own(plan.model.architecture) and _has_kernels(backend, plan.model)
+    """Whether the engine for GPUs runs this model.
+
+    Raises:
+        ConfigError: it does not, and nothing else does as asked.
+    """
+    if plan.device.type != "cuda":
+        return False
+    runs = is_own(plan.model.architecture) and _has_kernels(backend, plan.model)
+    if not runs and plan.ranks.size > 1:
+        # Its steps wait for each other's sums in calls that nothing ends when a rank is lost.
+        raise ConfigError(
+            f"tensor_parallel_size is {plan.ranks.size}, but attention by torch has one GPU"
+            + (f": attention_backend {backend!r} cannot be had on several" if backend != "auto" else "")
+        )
+    return runs
 
 
 def _has_kernels(backend: str, model: ModelConfig) -> bool:

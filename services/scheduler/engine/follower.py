@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -25,19 +26,24 @@ from services.scheduler.engine.engine import (
     plan_model,
     runs_on_kernels,
 )
+from services.scheduler.engine.kernel_cache import kept_kernels
 from services.scheduler.engine.local import FollowerEngine
+from services.scheduler.engine.memory import within_memory
 from services.scheduler.engine.models.llama import LlamaModel
 from services.scheduler.engine.parallel.comm import Comm, join_store
 from services.scheduler.engine.parallel.control import (
     Channel,
     Closed,
+    Failed,
     Message,
     Ready,
+    Serve,
     Setup,
     WireBatch,
     decode_batch,
     encode,
 )
+from services.scheduler.engine.parallel.ending import EXIT_CONFIG, EXIT_FAULT, end_process
 from services.scheduler.engine.parallel.orders import Order
 from services.scheduler.engine.parallel.state import Ranks
 from shared.errors import ConfigError
@@ -45,51 +51,65 @@ from shared.model_files import locate
 
 log = logging.getLogger(__name__)
 
-EXIT_FAULT: Final = 1
 _LOOK_S: Final = 0.5
-_TOLD_S: Final = 10.0
-
-
-def main(fd: int) -> int:
-    """Follow rank 0 and give the exit code: 0 when it has ended or let this rank go."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
-    channel = Channel(socket.socket(fileno=fd))
-    setup = channel.receive()
-    assert isinstance(setup, Setup)
-    try:
-        follow, end = _start(channel, setup)
-    except ConfigError as e:
-        log.error("rank %d cannot start: %s", setup.rank, e)
-        channel.send(encode(Ready(str(e))))
-        channel.wait_closed(_TOLD_S)  # rank 0 ends this rank, unless it waits on its GPU for it
-        return EXIT_FAULT
-    while True:
-        try:
-            message = channel.receive()
-        except Closed:
-            end()
-            return 0
-        follow(message)
-
+_CLOSE_S: Final = 2.0
+"""How long a rank that serves may take to let its device finish when rank 0 lets it go."""
 
 Follow = Callable[[Message], None]
 
 
-def _start(channel: Channel, setup: Setup) -> tuple[Follow, Callable[[], None]]:
-    """Load the model; returns what follows a message, and what ends this rank."""
+def main(fd: int) -> int:
+    """Follow rank 0 and give the exit code: 0 when it has ended or let this rank go."""
+    channel, serves = Channel(socket.socket(fileno=fd)), threading.Event()
+    threading.Thread(target=_end_with, args=(channel, os.getppid(), serves), name="rank-0", daemon=True).start()
+    try:
+        follow, end = _start(channel)
+        serves.set()
+        with suppress(Closed):
+            while True:
+                follow(channel.receive())
+        end()
+    except Closed:
+        return 0
+    except Exception as e:
+        is_config = isinstance(e, ConfigError)
+        if not is_config:
+            log.exception("this rank cannot go on")
+        with suppress(Closed):
+            channel.send(encode(Failed(str(e) if is_config else f"{type(e).__name__}: {e}", is_config)))
+        return EXIT_CONFIG if is_config else EXIT_FAULT
+    return 0
+
+
+def _start(channel: Channel) -> tuple[Follow, Callable[[], None]]:
+    """Load the model and follow until rank 0 serves; returns what follows a message, and what ends this rank.
+
+    Raises:
+        Closed: rank 0 has let this rank go.
+        ConfigError: it cannot be served as set.
+    """
+    setup = channel.receive()
+    assert isinstance(setup, Setup)
     config = EngineConfig(**setup.config)
-    files = locate(setup.model)
-    ranks = Ranks(setup.rank, setup.size)
-    plan = plan_model(config, files, ranks)
-    channel.send(encode(Ready()))
-    comm = make_comm(plan, join_store(setup.port, setup.size), direct=config.direct_sums)
-    model = load_model(plan, files, comm)
-    channel.send(encode(Ready()))
+    with kept_kernels(None, config.device), within_memory():
+        files = locate(setup.model)
+        plan = plan_model(config, files, Ranks(setup.rank, setup.size))
+        channel.send(encode(Ready()))
+        comm = make_comm(plan, join_store(setup.port, setup.size), direct=config.direct_sums)
+        model = load_model(plan, files, comm)
+        channel.send(encode(Ready()))
+        start = _start_on_gpu if runs_on_kernels(plan, config.attention_backend) else _start_on_cpu
+        follow, end = start(plan, config, model, comm)
+        while not isinstance(message := channel.receive(), Serve):
+            follow(message)  # what warms all ranks up
+    return follow, end
+
+
+def _start_on_cpu(
+    plan: ModelPlan, config: EngineConfig, model: LlamaModel, comm: Comm
+) -> tuple[Follow, Callable[[], None]]:
     set_threads(plan.threads)
-    if runs_on_kernels(plan, config.attention_backend):
-        return _start_on_gpu(plan, config, model, comm)
-    cache = make_cache(plan, model, comm)
-    engine = FollowerEngine(model, cache, plan.limits, config.attention_backend, comm)
+    engine = FollowerEngine(model, make_cache(plan, model, comm), plan.limits, config.attention_backend, comm)
 
     def follow(message: Message) -> None:
         assert isinstance(message, WireBatch)
@@ -113,25 +133,17 @@ def _start_on_gpu(
     return follow, gpu.close
 
 
-def _end_with(parent: int) -> None:
-    """End this process when rank 0 is gone, whatever the main thread waits for."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+def _end_with(channel: Channel, parent: int, serves: threading.Event) -> None:
+    """End this process when rank 0 is gone or lets it go, whatever the main thread waits for."""
+    while not channel.wait_closed(_LOOK_S):
+        if os.getppid() != parent:
+            os._exit(EXIT_FAULT)
+    until = time.monotonic() + (_CLOSE_S if serves.is_set() else 0.0)
+    while os.getppid() == parent and time.monotonic() < until:
+        time.sleep(0.05)  # the main thread has read it too
     os._exit(EXIT_FAULT)
 
 
-def _run(fd: int) -> int:
-    try:
-        return main(fd)
-    except Closed:
-        return 0
-    except Exception:
-        log.exception("this rank cannot go on")
-        return EXIT_FAULT
-
-
 if __name__ == "__main__":
-    status = _run(int(sys.argv[1]))
-    logging.shutdown()
     # Not by way of what the interpreter does at its end: a GPU may wait for a rank that is gone.
-    os._exit(status)
+    end_process(main(int(sys.argv[1])))

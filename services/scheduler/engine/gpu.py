@@ -5,10 +5,7 @@ what it launches. All calls come from the step loop's thread. Knows slots, pages
 nor the broker, nor how a batch was chosen.
 """
 
-import atexit
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +21,7 @@ from services.scheduler.core.batch import Batch, IntArray, MaskArray, PositionLo
 from services.scheduler.core.ports import EngineFault, EngineLimits, Step
 from services.scheduler.engine.gpu_rank import GpuRank
 from services.scheduler.engine.parallel.comm import Comm
+from services.scheduler.engine.parallel.ending import EXIT_FAULT, end_process, leave_device
 from services.scheduler.engine.parallel.group import Followers, RankLost
 from services.scheduler.engine.parallel.orders import DrawMode, DrawOrder, PagesOrder, ScoreOrder, StepOrder
 from services.scheduler.engine.sampler import Guides, score_tokens
@@ -74,7 +72,7 @@ class GpuEngine:
 
         Args:
             rank: what it does.
-            followers: the other ranks of the model; they end with the engine.
+            followers: the other ranks of the model; they end with the engine. `lose` is for them to call.
         """
         self._rank = rank
         self._followers = followers
@@ -85,9 +83,7 @@ class GpuEngine:
         self._num_launched = 0
         self._undrawn: GpuStep | None = None
         self._fault: BaseException | None = None
-        self._is_busy = self._is_left = self._is_closed = False
-        if followers is not None:
-            followers.watch(self._lose)
+        self._is_busy = self._is_closed = False
 
     @property
     def limits(self) -> EngineLimits:
@@ -280,17 +276,13 @@ class GpuEngine:
             time.sleep(_LOOK_S)
 
     def _leave_device(self) -> bool:
-        """See that the process, when it ends, does not wait for the device; returns whether there is one.
-
-        A scheduler ends in its own way (`shared.runtime.leave`); this is for programs that hold an engine themselves.
-        """
+        """See that the process, when it ends, does not wait for the device; returns whether there is one."""
         on_gpu = self._rank.model.device.type == "cuda"
-        if on_gpu and not self._is_left:
-            self._is_left = True
-            atexit.register(_end)
+        if on_gpu:
+            leave_device(EXIT_FAULT, self._rank)
         return on_gpu
 
-    def _lose(self, lost: RankLost) -> None:
+    def lose(self, lost: RankLost) -> None:
         """A rank has ended: what was launched may never retire, and whoever asks the device waits for ever.
 
         So the process ends without asking it: by itself, or here when it is caught in a call. Any thread.
@@ -303,11 +295,4 @@ class GpuEngine:
             time.sleep(0.01)
         if self._is_busy:
             log.critical("the engine is caught in a call that waits for a lost rank; the process ends")
-            _end()
-
-
-def _end() -> None:
-    """End the process and ask the device for nothing."""
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(1)
+            end_process(EXIT_FAULT)

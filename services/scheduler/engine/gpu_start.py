@@ -5,8 +5,6 @@ Several ranks do so together: each measures its own GPU, and the pool is as larg
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -24,7 +22,6 @@ from services.scheduler.engine.parallel.comm import SOLO, Comm
 from services.scheduler.engine.parallel.group import Followers
 from services.scheduler.engine.stream import Streams
 from services.scheduler.engine.warm_up import warm_up
-from shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +47,16 @@ def start_gpu_engine(
         pool: how large the pool is to be.
         max_graph_rows: rows of the largest captured step; None takes the default.
         comm: the other ranks, which are in `start_gpu_follower` meanwhile.
-        followers: their processes.
+        followers: their processes. Until the engine is ready, who is told of a lost one stays as it is.
 
     Raises:
-        ConfigError: the memory does not suffice; the message says what to lower.
+        ConfigError: the pool would be too small.
+        torch.OutOfMemoryError: the memory does not suffice; `memory.within_memory` says what to lower.
     """
-    with _within_memory():
-        engine = GpuEngine(_prepare(model, limits, pool, max_graph_rows, comm), followers)
-        warm_up(engine)
+    engine = GpuEngine(_prepare(model, limits, pool, max_graph_rows, comm), followers)
+    warm_up(engine)
+    if followers is not None:
+        followers.watch(engine.lose)
     return engine
 
 
@@ -65,19 +64,7 @@ def start_gpu_follower(
     model: LlamaModel, limits: EngineLimits, pool: PoolRequest, max_graph_rows: int | None, comm: Comm
 ) -> GpuFollower:
     """Make a rank above 0 that is ready to follow; see `start_gpu_engine`."""
-    with _within_memory():
-        return GpuFollower(_prepare(model, limits, pool, max_graph_rows, comm))
-
-
-@contextmanager
-def _within_memory() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        raise ConfigError(
-            f"the GPU's memory does not suffice ({e}); lower memory_ratio, max_running_requests, max_prefill_tokens, "
-            "max_seq_len or cuda_graph_max_bs"
-        ) from e
+    return GpuFollower(_prepare(model, limits, pool, max_graph_rows, comm))
 
 
 def _prepare(

@@ -76,7 +76,7 @@ class LocalEngine:
             attention_backend: "auto" or a name of `attention.select`.
             threads: threads of one operation on a CPU.
             comm: to the other ranks of the model.
-            followers: those ranks; they end with the engine.
+            followers: those ranks, on CPUs; they end with the engine.
         """
         self.progress = 0
         self._comm = comm

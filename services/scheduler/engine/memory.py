@@ -1,5 +1,7 @@
-"""How many KV pages there are: a budget in bytes, divided by the size of a page."""
+"""How many KV pages there are: a budget in bytes by the size of a page; and what to say where memory is too small."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,6 +76,25 @@ def plan_pages(
             f"{_MIN_PAGES} are needed; give it more memory or more pages, or lower max_running and max_step_tokens"
         )
     return num_pages
+
+
+@contextmanager
+def within_memory() -> Iterator[None]:
+    """Start an engine in a GPU's memory.
+
+    Raises:
+        ConfigError: it does not suffice; the message says what to lower.
+    """
+    try:
+        yield
+    except Exception as e:
+        lack = e if isinstance(e, torch.OutOfMemoryError) else e.__cause__  # of a step that failed
+        if not isinstance(lack, torch.OutOfMemoryError):
+            raise
+        raise ConfigError(
+            f"the GPU's memory does not suffice ({lack}); lower memory_ratio, max_running_requests, "
+            "max_prefill_tokens, max_seq_len or cuda_graph_max_bs, or raise tensor_parallel_size"
+        ) from e
 
 
 def _default_bytes(page_bytes: int, page_size: int, max_seq_len: int) -> int:

@@ -29,6 +29,8 @@ SMALL_WORDS: Final = 4096
 """Words of four bytes per channel that have places beside the number of the call."""
 LARGE_WORDS: Final = 8192
 """Words per channel that have places of their own."""
+ARRIVED: Final = (1 << 32) | 1
+"""Where places and flags hold this, the first call of a channel finds all that it would wait for."""
 _SMALL_TILE: Final = 1024
 """Words of a channel of a small tensor."""
 _TILE: Final = 2048

@@ -5,6 +5,7 @@ drawn is rank 0's business, and the drawn tokens come from it. Messages are msgp
 that both processes were born with: when one of them ends, however it ends, the other reads the end of it.
 """
 
+import select
 import socket
 import struct
 from contextlib import suppress
@@ -37,9 +38,23 @@ class Setup(msgspec.Struct, array_like=True, frozen=True, tag="setup"):
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """Answer of a follower whose weights are loaded, or that cannot serve them."""
+    """Answer of a follower that is done with a part of its start: it knows what it is to load, or has loaded it."""
 
-    error: str = ""
+
+class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+    """Last word of a follower that cannot go on.
+
+    Attributes:
+        error: why.
+        is_config: it cannot be served as set; the text says what to set otherwise.
+    """
+
+    error: str
+    is_config: bool
+
+
+class Serve(msgspec.Struct, array_like=True, frozen=True, tag="serve"):
+    """The start is over on all ranks."""
 
 
 class WireBatch(msgspec.Struct, array_like=True, frozen=True, tag="batch"):
@@ -58,7 +73,7 @@ class WireBatch(msgspec.Struct, array_like=True, frozen=True, tag="batch"):
     scores: list[tuple[int, int]]
 
 
-Message = Setup | Ready | WireBatch | PagesOrder | StepOrder | DrawOrder | ScoreOrder
+Message = Setup | Ready | Failed | Serve | WireBatch | PagesOrder | StepOrder | DrawOrder | ScoreOrder
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -69,7 +84,7 @@ class Closed(Exception):
 
 
 class Channel:
-    """One end of the socket between rank 0 and a follower. A side is used by one thread at a time."""
+    """One end of the socket between rank 0 and a follower. One thread at a time sends, and one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -94,15 +109,23 @@ class Channel:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return _decoder.decode(self._read(length))
 
-    def wait_closed(self, seconds: float) -> None:
-        """Wait until the other side has ended, or so long."""
-        self._end.settimeout(seconds)
-        with suppress(Closed):
-            while True:
-                self.receive()
+    def wait_closed(self, seconds: float) -> bool:
+        """Wait until the other side has ended or let go, or so long; says whether it has. Reads nothing, any thread."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLRDHUP)
+        return bool(poll.poll(1e3 * seconds))
+
+    def fileno(self) -> int:
+        """Give what a selector watches."""
+        return self._end.fileno()
+
+    def let_go(self) -> None:
+        """Let the other side read the end; what it still says can be received. Safe to call twice."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Let the other side read the end. Safe to call twice."""
+        """Free the socket, when nothing more is received. Safe to call twice."""
         self._end.close()
 
     def _read(self, count: int) -> bytearray:

@@ -16,17 +16,19 @@ from torch import Tensor
 from services.scheduler.engine.kernels import all_reduce as quick
 from services.scheduler.engine.kernels import sum_norm as rows
 from services.scheduler.engine.kernels.all_reduce import PeerPlaces
+from services.scheduler.engine.parallel.ending import EXIT_CONFIG, leave_device
 from services.scheduler.engine.parallel.peers import PeersUnreachable, open_peers
 from services.scheduler.engine.parallel.state import Ranks
 from services.scheduler.engine.stream import Mark, new_event
+from shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _c10d: Final[Any] = torch.distributed.distributed_c10d  # its stubs leave out what is used here
 _PROBED_BYTES: Final = (4, 10_240, 655_360, 4 * quick.CHANNELS * quick.LARGE_WORDS)
 """Sums of both kinds, in one channel and in all."""
-_PROBE_S: Final = 60.0
-"""The kernels are compiled meanwhile, on every rank."""
+_PROBE_S: Final = 20.0
+"""How long the sums that are tried out may take together; they take milliseconds, and nothing is compiled meanwhile."""
 
 
 class DeviceComm:
@@ -122,26 +124,40 @@ class DeviceComm:
         """Open the ranks' memory to each other and see that it works."""
         rank, size = self.ranks.rank, self.ranks.size
         try:
-            addresses = open_peers(8 * quick.num_words(size), self.ranks, self._store, self._device)
+            memory = open_peers(8 * quick.num_words(size), self.ranks, self._store, self._device)
         except PeersUnreachable as e:
             log.warning("small sums go through NCCL: GPUs cannot reach each other's memory (%s)", e)
             return
         calls = torch.zeros((2, quick.CHANNELS), dtype=torch.int32, device=self._device)
-        places = PeerPlaces(torch.tensor(addresses, dtype=torch.int64, device=self._device), calls, rank, size)
+        places = PeerPlaces(torch.tensor(memory.addresses, dtype=torch.int64, device=self._device), calls, rank, size)
+        self._rehearse()
+        self.least(0)  # nobody compiles any more
         if self.least(int(self._is_right(places))):
             self._places = places
             log.info("small sums go by the GPUs' own memory")
         else:
+            memory.give_back()
             log.warning("small sums go through NCCL: those by the GPUs' own memory came out wrong")
 
+    def _rehearse(self) -> None:
+        """Compute the sums that are tried out with nobody, so that all that they take is compiled and loaded.
+
+        A kernel that waits for another rank may hold up what this one would still load for it.
+        """
+        rank, size = self.ranks.rank, self.ranks.size
+        words = torch.full((quick.num_words(size),), quick.ARRIVED, dtype=torch.int64, device=self._device)
+        addresses = torch.full((size,), words.data_ptr(), dtype=torch.int64, device=self._device)
+        for num_bytes in _PROBED_BYTES:
+            calls = torch.zeros((2, quick.CHANNELS), dtype=torch.int32, device=self._device)
+            bool(self._try_out(num_bytes, PeerPlaces(addresses, calls, rank, size)))
+
     def _is_right(self, places: PeerPlaces) -> bool:
-        """Try sums out; a GPU that never gets an answer can only be left, so then the process ends."""
-        rank, size, right = places.rank, places.ranks, []
-        for num_bytes in _PROBED_BYTES * 3:
-            x = torch.arange(num_bytes // 4, dtype=torch.float32, device=self._device)
-            found = quick.all_reduce(x + rank, places)
-            right.append((found == x * size + size * (size - 1) // 2).all())
-        all_right = torch.stack(right).all()
+        """Try sums out.
+
+        Raises:
+            ConfigError: a GPU never gets an answer; nothing can be asked of it any more.
+        """
+        all_right = torch.stack([self._try_out(num_bytes, places) for num_bytes in _PROBED_BYTES * 3]).all()
         if all_right.is_cuda:
             event = new_event()
             event.record()
@@ -149,11 +165,18 @@ class DeviceComm:
             until = time.monotonic() + _PROBE_S
             while not done.query():
                 if time.monotonic() > until:
-                    log.critical("a GPU's memory took no sums from another GPU; set disable_custom_all_reduce")
-                    logging.shutdown()
-                    os._exit(1)
+                    error = ConfigError("a GPU's memory took no sums from another GPU; set disable_custom_all_reduce")
+                    leave_device(EXIT_CONFIG, self, places, all_right, error)
+                    raise error
                 time.sleep(0.001)
         return bool(all_right)
+
+    def _try_out(self, num_bytes: int, places: PeerPlaces) -> Tensor:
+        """Launch a sum; returns whether it is right."""
+        size = places.ranks
+        x = torch.arange(num_bytes // 4, dtype=torch.float32, device=self._device)
+        found = quick.all_reduce(x + places.rank, places)
+        return (found == x * size + size * (size - 1) // 2).all()
 
 
 def _on_this_stream(options: Any) -> Any:
