@@ -15,8 +15,8 @@ from services.scheduler.core.ports import Engine
 from services.scheduler.engine.local import LocalEngine
 from services.scheduler.fake_engine import FakeEngine, FakeEngineConfig
 from shared.sampling import SamplingParams
-from tests.engine.conftest import TINY, VOCAB, write_checkpoint
-from tests.engine.driver import Driver, Seq, pack_mask
+from tests.engine.conftest import VOCAB, write_checkpoint
+from tests.engine.driver import TINY, Driver, Seq, pack_mask
 
 NAN_TOKEN = 11
 GREEDY = SamplingParams(temperature=0.0)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from services.scheduler.engine.engine import EngineConfig, build_engine
 from services.scheduler.engine.local import LocalEngine
 from shared.model_files import EMBEDDED_NAME, locate
+from tests.engine.driver import TINY
 from tests.smollm2 import load_transformers_model
 
 VOCAB = 320
@@ -36,6 +37,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+INTERPRETED = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}
+"""What is changed of SHAPE where Triton's interpreter computes."""
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -78,14 +81,15 @@ def reference_of(model: Any) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """family -> folder, written once."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """family, changes of its shape -> folder, written once."""
     made: dict[str, Path] = {}
 
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = write_checkpoint(tmp_path_factory.mktemp(family), family)
-        return made[family]
+    def get(family: str, **changes: Any) -> Path:
+        key = f"{family} {changes}"
+        if key not in made:
+            made[key] = write_checkpoint(tmp_path_factory.mktemp(family), family, **changes)
+        return made[key]
 
     return get
 
@@ -102,9 +106,6 @@ def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Reference]:
         return made[family]
 
     return get
-
-
-TINY = EngineConfig(dtype="float32", num_pages=64, page_size=16, max_running=8, max_step_tokens=256, threads=1)
 
 
 @pytest.fixture

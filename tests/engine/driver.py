@@ -6,8 +6,10 @@ import numpy as np
 
 from services.scheduler.core.batch import FROM_DEVICE, Batch, ScoreRow, SlotSetup, StepResult, mask_words
 from services.scheduler.core.ports import Engine, Step
+from services.scheduler.engine.engine import EngineConfig
 from shared.sampling import SamplingParams
 
+TINY = EngineConfig(dtype="float32", num_pages=64, page_size=16, max_running=8, max_step_tokens=256, threads=1)
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from services.scheduler.engine.gpu import GpuEngine
 from services.scheduler.engine.gpu_follower import GpuFollower
 from services.scheduler.engine.gpu_rank import GpuRank
 from services.scheduler.engine.graph import StepGraphs
+from services.scheduler.engine.kernels import all_reduce, sum_norm
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.models.config import read_config
 from services.scheduler.engine.models.registry import model_class
 from services.scheduler.engine.parallel import device_comm, group
 from services.scheduler.engine.parallel.comm import SOLO, Comm, GroupComm, join_store, open_store
-from services.scheduler.engine.parallel.control import Channel, Closed, Setup
+from services.scheduler.engine.parallel.control import Channel, Closed, Serve, Setup
 from services.scheduler.engine.parallel.device_comm import DeviceComm
 from services.scheduler.engine.parallel.orders import Order
 from services.scheduler.engine.parallel.peers import PeerMemory
@@ -39,8 +41,15 @@ from services.scheduler.engine.weights.loader import load_weights
 from shared.model_files import locate
 from tests.engine.no_streams import NoStreams
 
-SHAPE = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}
-SIZES = [1, 4]
+FOLLOWER = __name__
+SIZES = [1, 4, 8]
+MAX_CHANGES = 2
+"""Of several ranks, so that changes of pages go ahead of their step."""
+LIMITS = EngineLimits(
+    "x", vocab_size=0, eos_token_ids=frozenset(), max_seq_len=512, page_size=16, num_pages=64, max_running=8,
+    max_step_tokens=256,
+)  # fmt: skip
+DTYPE = torch.float32
 CPU = torch.device("cpu")
 
 
@@ -84,7 +93,8 @@ class _WithoutNccl:
 
 device_comm.open_peers = _open_file
 device_comm._c10d = _WithoutNccl
-device_comm._PROBED_BYTES = (4, 540_672)
+all_reduce.CHANNELS = sum_norm.SMALL_ROWS = 8  # fewer programs, which run one after the other
+device_comm._PROBED_BYTES = (4, 36_864)
 
 
 class Played:
@@ -105,19 +115,18 @@ def _play(self: StepGraphs, size: int) -> tuple[Played, Tensor]:
 
 StepGraphs._capture = _play  # type: ignore[method-assign, assignment]
 gpu_forward.mixed_sizes = lambda most: [32, 64]
-staging.MAX_CHANGES = 2  # so that changes of pages go ahead of their step
 
 
 def make_rank(model_path: str, comm: Comm = SOLO, *, replayed: bool = False) -> GpuRank:
     """Load a model, or a piece of it, and make what a GPU does with it."""
     files = locate(model_path)
     config = read_config(files.config)
-    limits = EngineLimits("x", config.vocab_size, frozenset(files.eos_token_ids), 512, 16, 64, 8, 256)
+    limits = replace(LIMITS, vocab_size=config.vocab_size, eos_token_ids=frozenset(files.eos_token_ids))
     own = config.share(comm.ranks)
     with torch.inference_mode():
-        model = model_class(config.architecture)(own, 512, torch.float32, CPU, comm)
+        model = model_class(config.architecture)(own, limits.max_seq_len, DTYPE, CPU, comm)
         load_weights(model, files, "auto")
-    cache = KVCache.for_model(own, 64, 16, torch.float32, CPU)
+    cache = KVCache.for_model(own, limits.num_pages, limits.page_size, DTYPE, CPU)
     rank = GpuRank(model, cache, limits, NoStreams(), comm)
     if replayed:
         rank.capture(SIZES, mixed=True)
@@ -128,7 +137,8 @@ def make_engine(model_path: str, ranks: int, *, replayed: bool = False, direct: 
     """Make an engine of one rank, or of several, which may add up in each other's memory."""
     if ranks == 1:
         return GpuEngine(make_rank(model_path, replayed=replayed))
-    group.FOLLOWER = __name__  # type: ignore[misc]
+    group.FOLLOWER = FOLLOWER  # type: ignore[misc]
+    staging.MAX_CHANGES = MAX_CHANGES  # type: ignore[misc]
     store = open_store(ranks)
     followers = group.Followers(ranks, store.port, model_path, {"replayed": replayed, "direct": direct})
     comm = DeviceComm(Ranks(0, ranks), store, CPU, direct=direct)
@@ -143,8 +153,9 @@ def prompt(length: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(length).integers(3, 320, length)]
 
 
-def follow(fd: int) -> None:
+def follow(fd: int, on_serve: Callable[[], object] = lambda: None, on_end: Callable[[], object] = lambda: None) -> None:
     """Be a rank above 0."""
+    staging.MAX_CHANGES = MAX_CHANGES  # type: ignore[misc]
     channel = Channel(socket.socket(fileno=fd))
     setup = channel.receive()
     assert isinstance(setup, Setup)
@@ -154,9 +165,13 @@ def follow(fd: int) -> None:
     try:
         while True:
             order = channel.receive()
+            if isinstance(order, Serve):
+                on_serve()
+                continue
             assert isinstance(order, Order)
             follower.follow(order)
     except Closed:
+        on_end()
         os._exit(0)
 
 

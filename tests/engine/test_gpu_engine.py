@@ -1,96 +1,52 @@
-"""The GPU engine without a GPU: its kernels in Triton's interpreter, its graphs played by the calls they would record.
+"""The GPU engine without a GPU (see `played_gpu`): it computes what the CPU engine computes, replayed or not."""
 
-Each test is a process of its own, as the interpreter must be chosen before Triton is first imported.
-"""
-
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from services.scheduler.engine.graph import decode_sizes
+from tests.engine.conftest import INTERPRETED
+from tests.engine.snippets import run_snippet
 
 pytestmark = pytest.mark.slow
 SETUP = """
-import sys, tempfile
-from pathlib import Path
+import sys
 import numpy as np, torch
-from services.scheduler.core.ports import EngineLimits
-from services.scheduler.engine import gpu_forward
 from services.scheduler.engine.engine import build_engine
-from services.scheduler.engine.gpu import GpuEngine
-from services.scheduler.engine.gpu_rank import GpuRank
-from services.scheduler.engine.graph import StepGraphs
-from services.scheduler.engine.kvcache import KVCache
-from services.scheduler.engine.models.config import read_config
-from services.scheduler.engine.models.registry import model_class
-from services.scheduler.engine.weights.loader import load_weights
 from shared.model_files import locate
 from shared.sampling import SamplingParams
-from tests.engine.conftest import TINY, write_checkpoint
-from tests.engine.driver import GREEDY, Driver
-from tests.engine.no_streams import NoStreams
-
-shape = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}
-files = locate(str(write_checkpoint(Path(tempfile.mkdtemp()), "qwen3", **shape)))
-config, cpu = read_config(files.config), torch.device("cpu")
-with torch.inference_mode():
-    model = model_class(config.architecture)(config, 512, torch.float32, cpu)
-    load_weights(model, files, "auto")
-LIMITS = EngineLimits("x", config.vocab_size, frozenset(files.eos_token_ids), 512, 16, 64, 8, 256)
-
-def new_engine():
-    cache = KVCache.for_model(config, 64, 16, torch.float32, cpu)
-    return GpuEngine(GpuRank(model, cache, LIMITS, NoStreams()))
-
-def prompt(n):
-    return np.random.default_rng(n).integers(3, 320, n).tolist()
-
-class Played:
-    '''A graph that computes again what it was captured from, and puts the result in the same place.'''
-    def __init__(self, compute, size):
-        self.compute, self.size, self.times, self.result = compute, size, 0, compute(size).clone()
-    def replay(self):
-        self.times += 1
-        self.result.copy_(self.compute(self.size))
-
-def play(self, size):
-    played = Played(self._compute, size)
-    return played, played.result
-StepGraphs._capture = play
-gpu_forward.mixed_sizes = lambda most: [32, 64]
+from tests.engine.driver import GREEDY, TINY, Driver
+from tests.engine.played_gpu import make_engine, prompt
+model = sys.argv[1]
 """
 
 
-def interpret(code: str) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", SETUP + textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=110
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+@pytest.fixture
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3", **INTERPRETED)
 
 
-def test_it_computes_what_the_cpu_engine_computes() -> None:
-    interpret("""
-        reference = build_engine(TINY, files)
+def test_it_computes_what_the_cpu_engine_computes(model: Path) -> None:
+    code = """
+        reference = build_engine(TINY, locate(model))
         prompts = [prompt(n) for n in (1, 17, 40)]
         punished = SamplingParams(
             temperature=0.0, logprobs=2, repetition_penalty=1.3, presence_penalty=0.4, logit_bias={7: 2.0}, min_tokens=2
         )
         for params, chunk in ((GREEDY, None), (punished, 15)):
-            found = Driver(new_engine()).run(prompts, 4, params, chunk)
+            found = Driver(make_engine(model, 1)).run(prompts, 4, params, chunk)
             wanted = Driver(reference).run(prompts, 4, params, chunk)
             for a, b in zip(found, wanted):
                 assert a.output == b.output, (a.output, b.output)
                 assert np.allclose(a.logprobs, b.logprobs, atol=1e-4)
         reference.close()
-    """)
+    """
+    run_snippet(code, model, setup=SETUP)
 
 
-def test_padding_and_replay_change_nothing() -> None:
-    interpret("""
+def test_padding_and_replay_change_nothing(model: Path) -> None:
+    code = """
         def play_through(engine, params):
             driver = Driver(engine)
             seqs = driver.run([prompt(n) for n in (1, 7, 17)], 3, params)
@@ -99,9 +55,7 @@ def test_padding_and_replay_change_nothing() -> None:
             driver.prefill([late], chunk=15, beside=[running])
             driver.decode([running, late], 2)
             return [seq.output for seq in (*seqs, late, running)]
-        eager, replayed = new_engine(), new_engine()
-        with torch.inference_mode():
-            replayed._rank.capture([1, 4, 8], mixed=True)
+        eager, replayed = make_engine(model, 1), make_engine(model, 1, replayed=True)
         params = SamplingParams(temperature=1.0, top_k=50, seed=3)
         assert play_through(eager, params) == play_through(replayed, params)
         assert (eager._run.path, replayed._run.path) == ("eager", "decode_graph")
@@ -109,14 +63,15 @@ def test_padding_and_replay_change_nothing() -> None:
                  for graphs in (replayed._run.decode_graphs, replayed._run.mixed_graphs, replayed._rank.draws["whole"])]
         assert times[0][4] == times[2][4] == 4 and sum(times[1].values()) >= 5, times
         replayed.close()
-    """)
+    """
+    run_snippet(code, model, setup=SETUP)
 
 
-def test_masks_scores_and_broken_rows() -> None:
-    interpret("""
+def test_masks_scores_and_broken_rows(model: Path) -> None:
+    code = """
         from dataclasses import replace
         from services.scheduler.core.batch import ScoreRow, mask_words
-        reference, engine = build_engine(TINY, files), new_engine()
+        reference, engine = build_engine(TINY, locate(model)), make_engine(model, 1)
         results = []
         for each in (reference, engine):
             driver = Driver(each)
@@ -126,13 +81,13 @@ def test_masks_scores_and_broken_rows() -> None:
             each.launch = lambda batch: launch(replace(
                 batch, guided=np.array([0], np.int32), scores=(ScoreRow(1, targets, 2),)))
             step, seqs = driver.launch([(a, 9), (b, 20)])
-            masks = np.zeros((1, mask_words(config.vocab_size)), np.int32)
+            masks = np.zeros((1, mask_words(320)), np.int32)
             masks[0, 2] = 1 << 5  # token 69 alone
             each.guide(step, masks)
             results.append(driver.settle((step, seqs)))
             each.launch = launch
             with torch.inference_mode():
-                (each._model if hasattr(each, "_model") else model).embedding.weight.tensor[11] = torch.nan
+                (each._model if each is reference else each._rank.model).embedding.weight.tensor[11] = torch.nan
             bad = driver.add([5, 11, 6], GREEDY)
             assert driver.step([(bad, 3), (a, 1)]).bad.tolist() == [False, True]
         first, second = results
@@ -140,7 +95,8 @@ def test_masks_scores_and_broken_rows() -> None:
         assert np.allclose(first.scores[1].logprobs, second.scores[1].logprobs, atol=1e-4)
         assert (first.scores[1].top_ids == second.scores[1].top_ids).all()
         reference.close()
-    """)
+    """
+    run_snippet(code, model, setup=SETUP)
 
 
 def test_no_graphs_are_asked_for_by_zero_rows() -> None:

@@ -1,12 +1,12 @@
 """A mixture of experts on the GPU engine without a GPU: its kernels in Triton's interpreter, its graphs played."""
 
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.engine.conftest import INTERPRETED
+from tests.engine.snippets import run_snippet
 from tests.engine.test_gpu_engine import SETUP
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def as_on_a_gpu(self, x, mapping=None):
 """
 
 
-def test_padding_and_replay_change_nothing_and_the_cpu_computes_the_same() -> None:
+def test_padding_and_replay_change_nothing_and_the_cpu_computes_the_same(checkpoint: Callable[..., Path]) -> None:
     code = """
         def play_through(engine):
             driver = Driver(engine)
@@ -31,13 +31,11 @@ def test_padding_and_replay_change_nothing_and_the_cpu_computes_the_same() -> No
             driver.prefill([late], chunk=15, beside=[running])
             driver.decode([running, late], 2)
             return [(seq.output, seq.logprobs) for seq in (*seqs, late, running)]
-        reference = build_engine(TINY, files)
+        reference = build_engine(TINY, locate(model))
         wanted = play_through(reference)
         reference.close()
         Experts.__call__ = as_on_a_gpu
-        eager, replayed = new_engine(), new_engine()
-        with torch.inference_mode():
-            replayed._rank.capture([1, 4, 8], mixed=True)
+        eager, replayed = make_engine(model, 1), make_engine(model, 1, replayed=True)
         assert max(seen) == 64  # a step of padding alone
         outputs = [play_through(eager), play_through(replayed)]
         assert (eager._run.path, replayed._run.path) == ("eager", "decode_graph")
@@ -47,14 +45,4 @@ def test_padding_and_replay_change_nothing_and_the_cpu_computes_the_same() -> No
                 assert output == other
                 assert np.allclose(logprobs, others, atol=1e-4)
     """
-    setup = SETUP.replace('"qwen3"', '"qwen3-moe"')
-    assert setup != SETUP
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", setup + OF_EXPERTS + textwrap.dedent(code)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_snippet(code, checkpoint("qwen3-moe", **INTERPRETED), setup=SETUP + OF_EXPERTS)

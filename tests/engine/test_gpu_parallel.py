@@ -1,17 +1,12 @@
-"""Several ranks of the GPU engine without a GPU (see `played_gpu`): the same tokens as one rank, and one end for all.
+"""Several ranks of the GPU engine without a GPU (see `played_gpu`): the same tokens as of one, and one end for all."""
 
-Each test is a process of its own, as the interpreter must be chosen before Triton is first imported.
-"""
-
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import write_checkpoint
+from tests.engine.conftest import INTERPRETED
+from tests.engine.snippets import run_snippet
 
 pytestmark = pytest.mark.slow
 SETUP = """
@@ -27,26 +22,15 @@ model = sys.argv[1]
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engine.played_gpu import SHAPE
-
+@pytest.fixture
+def model(checkpoint: Callable[..., Path]) -> Path:
     # 321 does not divide: the pieces of the vocabulary are not alike, and none begins at a round number.
-    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", **SHAPE, vocab_size=321)
-
-
-def interpret(code: str, model: Path) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", SETUP + textwrap.dedent(code), str(model)],
-        env=env, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
+    return checkpoint("qwen3", **INTERPRETED, vocab_size=321)
 
 
 def test_two_ranks_draw_what_one_draws(model: Path) -> None:
     """Each way to draw; a prefix that is there already; prompts in pieces beside others; graphs and none."""
-    interpret(
+    run_snippet(
         """
         ways = [GREEDY, SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.9, top_p=0.8, seed=4),
                 SamplingParams(temperature=1.0, seed=5, frequency_penalty=0.5, logit_bias={7: 1.0}, logprobs=2)]
@@ -80,11 +64,12 @@ def test_two_ranks_draw_what_one_draws(model: Path) -> None:
         engine.close()
     """,
         model,
+        setup=SETUP,
     )
 
 
 def test_masks_scores_and_many_pages(model: Path) -> None:
-    interpret(
+    run_snippet(
         """
         outputs, scores = [], []
         for ranks in (1, 2):
@@ -105,11 +90,12 @@ def test_masks_scores_and_many_pages(model: Path) -> None:
         assert np.allclose(*scores, atol=1e-4)
     """,
         model,
+        setup=SETUP,
     )
 
 
 def test_a_dead_rank_ends_the_engine(model: Path) -> None:
-    interpret(
+    run_snippet(
         """
         engine = make_engine(model, 2)
         driver = Driver(engine)
@@ -133,4 +119,5 @@ def test_a_dead_rank_ends_the_engine(model: Path) -> None:
         assert not psutil.Process().children()
     """,
         model,
+        setup=SETUP,
     )

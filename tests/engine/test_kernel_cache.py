@@ -2,8 +2,6 @@
 
 import os
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from services.scheduler.engine import kernel_cache
 from services.scheduler.engine.kernel_cache import kept_kernels, kernel_folder, use_folder
 from shared.errors import ConfigError
 from tests.engine.kernels.test_compile import SETUP
+from tests.engine.snippets import run_snippet
 
 
 def test_the_folder_is_the_setting_then_tritons_then_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,17 +86,9 @@ def test_kernels_are_compiled_once_and_found_by_the_next_process(tmp_path: Path)
         print(cache.compiled.total(), cache.found.total(), cache.size()[0], cache.size()[1] > 9999, cache.compile_s > 0)
         silu_mul(torch.zeros(3, 80).half())
     """
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     outputs = []
     for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", "import sys" + SETUP + textwrap.dedent(code), str(tmp_path)],
-            env={**env, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
+        run = run_snippet(code, tmp_path, setup="import sys" + SETUP, interpreted=False)
         outputs.append((run.stdout.strip(), run.stderr))
     first, second = outputs
     assert first[0] == "2 0 2 True True" and second[0] == "0 2 3 True False"

@@ -19,7 +19,7 @@ from services.scheduler.engine.parallel.comm import open_store
 from services.scheduler.engine.parallel.group import Followers, RankLost
 from shared.errors import ConfigError
 from shared.model_files import locate
-from tests.engine.conftest import TINY
+from tests.engine.driver import TINY
 from tests.waiting import eventually
 
 Build = Callable[..., LocalEngine]

@@ -11,7 +11,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import Engine
 from services.scheduler.engine.engine import build_engine
 from shared.model_files import locate
-from tests.engine.conftest import TINY
+from tests.engine.driver import TINY
 from tests.engine.scheduled import Scheduled
 from tests.fakes.link import arrival
 

@@ -1,72 +1,29 @@
 """What an engine computes before it serves reaches every kernel, whatever a request asks for; no GPU is needed."""
 
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.engine.test_gpu_engine import SETUP
+from tests.engine.snippets import run_snippet
 
 pytestmark = pytest.mark.slow
-
-AS_ON_A_GPU = """
-import importlib, pkgutil
-from triton.runtime.interpreter import InterpretedFunction
-from services.scheduler.engine import kernels
-from services.scheduler.engine.kernels.elementwise import rms_norm
-from services.scheduler.engine.layers import linear, norm
+SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False}
+SETUP = """
+import os, sys
+from tests.engine.noted_gpu import known, launched, read_notes
+from services.scheduler.engine import warm_up as steps
 from services.scheduler.engine.warm_up import warm_up
-
-# What layers take for the sign of a GPU.
-torch.Tensor.is_cuda = property(lambda self: ".layers." in sys._getframe(1).f_globals["__name__"])
-count_part, init = linear.Linear.count_part, norm.RMSNorm.__init__
-def keep_plain(self):
-    if self._missing == 1 and self.bias is None:
-        self._plain = self._weight.tensor
-    count_part(self)
-def fused_norm(self, *args):
-    init(self, *args)
-    self._fused = rms_norm
-linear.Linear.count_part, norm.RMSNorm.__init__ = keep_plain, fused_norm
-
-launched = set()
-launch = InterpretedFunction.__getitem__
-def note(self, grid):
-    def call(*args, **kwargs):
-        launched.add((self.fn.__module__.rpartition(".")[2], self.fn.__name__, args[0].dtype))
-        return launch(self, grid)(*args, **kwargs)
-    return call
-InterpretedFunction.__getitem__ = note
-
-def known():
-    '''Kernels that are launched somewhere: `name[...](` stands in their file.'''
-    found = set()
-    for module in pkgutil.iter_modules(kernels.__path__):
-        loaded = importlib.import_module(f"{kernels.__name__}.{module.name}")
-        source = Path(loaded.__file__).read_text()
-        found |= {(module.name, name) for name, value in vars(loaded).items()
-                  if isinstance(value, InterpretedFunction) and f" {name}[" in source}
-    return found
-
-def warm(family):
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False}
-    files = locate(str(write_checkpoint(Path(tempfile.mkdtemp()), family, **shape)))
-    config, dtype = read_config(files.config), torch.float16
-    with torch.inference_mode():
-        model = model_class(config.architecture)(config, 512, dtype, cpu)
-        load_weights(model, files, "auto")
-    limits = EngineLimits("x", config.vocab_size, frozenset(files.eos_token_ids), 64, 16, 64, 4, 32)
-    cache = KVCache.for_model(config, 64, 16, dtype, cpu)
-    warm_up(GpuEngine(GpuRank(model, cache, limits, NoStreams())))
+from shared.sampling import SamplingParams
+from tests.engine.driver import GREEDY, Driver, pack_mask
+from tests.engine.played_gpu import make_engine, prompt
 """
 
 
-def test_warming_up_reaches_every_kernel() -> None:
+def test_warming_up_reaches_every_kernel(checkpoint: Callable[..., Path]) -> None:
     code = """
-        warm("qwen3")
-        warm("qwen3-moe")
+        for model in sys.argv[1:]:
+            warm_up(make_engine(model, 1))
         # Sums between GPUs and embedding from a piece of the vocabulary are in every step of several ranks, and there
         # alone; keys and values that are stored apart from the rotation are those of no model yet.
         apart = {each for each in known() if each[0] in ("all_reduce", "sum_norm")}
@@ -75,14 +32,36 @@ def test_warming_up_reaches_every_kernel() -> None:
         assert len(reached) > 10 and reached == known() - apart, reached ^ (known() - apart)
         # Bias, penalties and masks are applied in float32.
         for each in (("limits", "_limit_kernel"), ("gumbel", "_block_kernel")):
-            assert {dtype for *name, dtype in launched if tuple(name) == each} == {torch.float16, torch.float32}
+            dtypes = {dtype for *name, dtype in launched if tuple(name) == each}
+            assert dtypes == {"torch.float16", "torch.float32"}, (each, dtypes)
     """
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", SETUP + AS_ON_A_GPU + textwrap.dedent(code)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_snippet(code, checkpoint("qwen3", **SHAPE), checkpoint("qwen3-moe", **SHAPE), setup=SETUP)
+
+
+def test_warming_up_reaches_what_each_of_two_ranks_launches(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    code = """
+        os.environ["NOTES"] = sys.argv[2]
+        steps._ROWS, steps._PROMPTS = (3,), (10, 10, 10)  # which kernels there are is no matter of how many tokens
+        engine = make_engine(sys.argv[1], 2, direct=True)
+        warm_up(engine)
+        engine._followers.serve()
+        warmed = set(launched)
+        launched.clear()
+        drawn = [{"seed": 1}, {"seed": 2, "top_p": 0.8}, {"seed": 3, "frequency_penalty": 0.5, "logprobs": 1}]
+        for params in (GREEDY, *(SamplingParams(temperature=1.0, **each) for each in drawn)):
+            driver = Driver(engine)
+            seqs = [driver.add(prompt(9), params), driver.add(prompt(1), params)]
+            driver.prefill(seqs)
+            driver.settle(driver.launch([(seq, 1) for seq in seqs], {seqs[0].slot: pack_mask({5}, 321)}))
+            scored = driver.add(prompt(9), params)
+            driver.settle(driver.launch([(scored, 9)], num_top=1))
+        engine.close()
+        assert len(launched) > 10 and launched <= warmed, launched - warmed
+        start, serving = read_notes("start"), read_notes("serving")
+        assert len(serving) > 8 and serving <= start, serving - start
+        between = {(module, name) for module, name in known() if module in ("all_reduce", "sum_norm")}
+        between.add(("elementwise", "_embed_kernel"))
+        for own in (warmed, start):
+            assert between <= {each[:2] for each in own}, between - {each[:2] for each in own}
+    """
+    run_snippet(code, checkpoint("qwen3", **SHAPE, vocab_size=321), tmp_path, setup=SETUP)

@@ -28,10 +28,11 @@ from services.scheduler.engine.kernels.prefill_attention import (
     list_pieces,
     prefill_attention,
 )
-from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store, qkv_reference
+from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store
 from shared.model_files import locate
 from shared.sampling import SamplingParams
 from tests.engine.driver import GREEDY, Driver
+from tests.engine.kernels.references import qkv_reference
 
 pytestmark = pytest.mark.gpu
 KV, DIM, PAGE = 8, 128, 64

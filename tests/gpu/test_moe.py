@@ -17,14 +17,15 @@ from bench.workloads import MODELS
 from services.scheduler.core.ports import Engine
 from services.scheduler.engine.engine import EngineConfig, build_engine
 from services.scheduler.engine.gpu import GpuEngine
-from services.scheduler.engine.kernels.grouped_linear import combine, experts_reference, multiply, tile_for
-from services.scheduler.engine.kernels.route import Routing, route, route_reference, sort_pairs
+from services.scheduler.engine.kernels.grouped_linear import combine, multiply, tile_for
+from services.scheduler.engine.kernels.route import Routing, route, sort_pairs
 from services.scheduler.engine.layers.moe import Experts
 from services.scheduler.engine.layers.norm import RMSNorm
 from services.scheduler.engine.models.config import read_config
 from services.scheduler.engine.models.registry import model_class
 from shared.model_files import locate
 from tests.engine.driver import GREEDY, Driver, Seq
+from tests.engine.kernels.references import experts_reference, route_reference
 
 pytestmark = pytest.mark.gpu
 HIDDEN, INNER, EXPERTS, PER_TOKEN = 2048, 768, 128, 8

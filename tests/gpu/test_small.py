@@ -18,7 +18,7 @@ from services.scheduler.engine.kernels.decode_attention import (
 from services.scheduler.engine.kernels.elementwise import lay_out_inputs, rms_norm, silu_mul, store_kv
 from services.scheduler.engine.kernels.few_experts import add_few_experts
 from services.scheduler.engine.kernels.few_linear import few_linear
-from services.scheduler.engine.kernels.grouped_linear import combine, experts_reference, multiply
+from services.scheduler.engine.kernels.grouped_linear import combine, multiply
 from services.scheduler.engine.kernels.gumbel import gumbel_sample
 from services.scheduler.engine.kernels.limits import keep_limits
 from services.scheduler.engine.kernels.prefill_attention import (
@@ -27,8 +27,9 @@ from services.scheduler.engine.kernels.prefill_attention import (
     list_pieces,
     prefill_attention,
 )
-from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store, qkv_reference
+from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store
 from services.scheduler.engine.kernels.route import route, sort_pairs
+from tests.engine.kernels.references import experts_reference, qkv_reference
 from tests.gpu.test_gpu_engine import DIM, KV, PAGE, Paged, attend, error
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,10 @@ from services.scheduler.core.batch import Batch, ScoreRow, SlotSetup, mask_words
 from services.scheduler.core.ports import Engine, EngineLimits
 from shared.sampling import SamplingParams
 
-_FILTERED: Final = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, logprobs=1)
+_FILTERED: Final = SamplingParams(temperature=1.0, top_k=5, top_p=0.9)
+"""Several ranks draw so from all logits, each for itself."""
+_TOLD: Final = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, logprobs=1)
+"""Rank 0 alone draws so."""
 _PENALISED: Final = SamplingParams(
     temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, top_p=0.9, min_tokens=2
 )
@@ -58,11 +61,12 @@ def _steps(limits: EngineLimits) -> Iterator[_Step]:
         yield _Step((tokens,))
         if limits.max_running > 1 and tokens > 1:
             yield _Step((1, tokens - 1))
-    for params in (_FILTERED, _PENALISED):
+    yield _Step((1,), _FILTERED)
+    for params in (_TOLD, _PENALISED):
         yield _Step((chunk,), params)
         yield _Step((1,), params)
     yield _Step((1,), guided=True)
-    yield _Step((1,), _FILTERED, guided=True)
+    yield _Step((1,), _TOLD, guided=True)
     yield _Step((chunk,), scored=True)
 
 

@@ -1,11 +1,8 @@
 """Every Triton kernel compiles for a real GPU, with the arguments it is called with; no GPU is needed for that."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
+
+from tests.engine.snippets import run_snippet
 
 SETUP = """
 import math, numpy as np, torch, triton
@@ -40,15 +37,7 @@ kv, dim, page = 8, 128, 64
 
 
 def compile_for_gpu(code: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", SETUP + textwrap.dedent(code)],
-        env={**env, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_snippet(code, setup=SETUP, interpreted=False)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,13 +2,14 @@
 
 import pytest
 
-from tests.engine.kernels.test_triton_kernels import interpret
+from tests.engine.snippets import run_snippet
 
 SETUP = """
         import torch
         from services.scheduler.engine.kernels.few_experts import add_few_experts
-        from services.scheduler.engine.kernels.grouped_linear import combine, experts_reference, multiply
-        from services.scheduler.engine.kernels.route import Routing, route, route_reference, sort_pairs
+        from services.scheduler.engine.kernels.grouped_linear import combine, multiply
+        from services.scheduler.engine.kernels.route import Routing, route, sort_pairs
+        from tests.engine.kernels.references import experts_reference, route_reference
         torch.manual_seed(11)
 
         # The interpreter cuts bfloat16 where a GPU rounds, and multiplies its bits as integers.
@@ -40,7 +41,7 @@ SETUP = """
 
 
 def test_routing_equals_its_reference() -> None:
-    interpret(f"""{SETUP}
+    run_snippet(f"""{SETUP}
         for experts, per_token, normalise in ((6, 2, True), (128, 8, True), (5, 5, False), (60, 1, False)):
             logits = torch.randn(9, experts + 3)[:, :experts]
             mapping = torch.tensor([0, 5, -1, 7, 8, 9, 1, -1, -1], dtype=torch.int32)
@@ -62,7 +63,7 @@ def test_routing_equals_its_reference() -> None:
 
 
 def test_pairs_are_sorted_and_tiles_hold_each_once() -> None:
-    interpret(f"""{SETUP}
+    run_snippet(f"""{SETUP}
         from services.scheduler.engine.kernels import route as module
         module._BLOCK = 64  # several blocks
         for num_tokens, per_token, experts, tile, skew in (
@@ -91,7 +92,7 @@ def test_pairs_are_sorted_and_tiles_hold_each_once() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_equal_their_reference_for_any_routing(dtype: str) -> None:
-    interpret(f"""{SETUP}
+    run_snippet(f"""{SETUP}
         dtype, limit = torch.{dtype}, 2e-6 if torch.{dtype} == torch.float32 else 1e-2
         size, inner = 72, 40  # no multiples of a block
         for num_tokens, per_token, experts, tile in (
@@ -112,7 +113,7 @@ def test_products_equal_their_reference_for_any_routing(dtype: str) -> None:
 
 
 def test_one_expert_may_have_all_tokens_and_company_changes_nothing() -> None:
-    interpret(f"""{SETUP}
+    run_snippet(f"""{SETUP}
         experts, size, inner = 6, 48, 32
         first, second = weights(experts, size, inner, torch.bfloat16)
         x = torch.randn(40, size).bfloat16()
@@ -130,7 +131,7 @@ def test_one_expert_may_have_all_tokens_and_company_changes_nothing() -> None:
 
 
 def test_few_tokens_go_through_their_experts_unsorted() -> None:
-    interpret(f"""{SETUP}
+    run_snippet(f"""{SETUP}
         import torch.nn.functional as F
         size, inner, experts = 80, 48, 9
         for num_tokens, per_token in ((1, 8), (2, 1), (4, 3)):
@@ -154,7 +155,7 @@ def test_few_tokens_go_through_their_experts_unsorted() -> None:
 
 
 def test_a_layer_computes_on_a_gpu_what_it_computes_on_a_cpu() -> None:
-    interpret(f"""{SETUP}
+    run_snippet(f"""{SETUP}
         from services.scheduler.engine.kernels import few_experts
         from services.scheduler.engine.layers.moe import Experts
         import torch.nn.functional as F

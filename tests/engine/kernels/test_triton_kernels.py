@@ -1,9 +1,5 @@
-"""Our Triton kernels against plain torch, in Triton's interpreter (no GPU needed).
+"""Our Triton kernels against plain torch, in Triton's interpreter (no GPU needed)."""
 
-Each test runs in a process of its own: the interpreter must be chosen before Triton is first imported.
-"""
-
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-
-def interpret(code: str) -> None:
-    """Run a snippet under the interpreter; it must exit 0."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=100
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-
+from tests.engine.snippets import environment, run_snippet
 
 ATTENTION = """
 import math, torch, numpy as np
@@ -47,7 +35,7 @@ def attend(q, keys, values, window):
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_decode_attention_equals_dense_attention_for_any_lengths(window: int | None) -> None:
-    interpret(f"""{textwrap.indent(ATTENTION, " " * 8)}
+    run_snippet(f"""{textwrap.indent(ATTENTION, " " * 8)}
         torch.manual_seed(1)
         for group, lengths in ((2, [700, 130, 65, 64, 1]), (5, [1, 333, 2, 0])):
             seq_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -71,7 +59,7 @@ def test_decode_attention_equals_dense_attention_for_any_lengths(window: int | N
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("cut", [False, True])
 def test_prefill_attention_equals_dense_attention_for_any_chunks(window: int | None, cut: bool) -> None:
-    interpret(f"""{textwrap.indent(ATTENTION, " " * 8)}
+    run_snippet(f"""{textwrap.indent(ATTENTION, " " * 8)}
         torch.manual_seed(4)
         group, starts, lengths = 3, np.array([0, 100, 7, 63]), np.array([300, 1, 130, 128])
         offsets = np.cumsum(lengths) - lengths + 2  # two tokens of others come first
@@ -99,9 +87,10 @@ def test_prefill_attention_equals_dense_attention_for_any_chunks(window: int | N
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_qkv_equals_its_reference(norm: bool, dtype: str) -> None:
-    interpret(f"""
+    run_snippet(f"""
         import torch
-        from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store, qkv_reference
+        from services.scheduler.engine.kernels.qkv import qkv_norm_rope_store
+        from tests.engine.kernels.references import qkv_reference
         torch.manual_seed(2)
         dtype, heads, kv, dim, page = torch.{dtype}, 6, 2, 64, 16
         qkv = torch.randn(5, (heads + 2 * kv) * dim + 8).to(dtype)[:, :-8]  # strided rows
@@ -122,7 +111,7 @@ def test_qkv_equals_its_reference(norm: bool, dtype: str) -> None:
 
 
 def test_gumbel_draws_by_probability_whatever_the_row() -> None:
-    interpret("""
+    run_snippet("""
         import torch
         from services.scheduler.engine.kernels.gumbel import BLOCK, gumbel_choose, gumbel_piece, gumbel_sample
         torch.manual_seed(3)
@@ -158,7 +147,7 @@ def test_gumbel_draws_by_probability_whatever_the_row() -> None:
 
 
 def test_limits_keep_what_sorting_keeps() -> None:
-    interpret("""
+    run_snippet("""
         import torch, numpy as np
         from services.scheduler.engine.kernels.limits import keep_limits
         from services.scheduler.engine.sampler import filter_probs
@@ -184,7 +173,7 @@ def test_limits_keep_what_sorting_keeps() -> None:
 
 
 def test_a_limit_bans_and_the_drawn_token_is_fed_back() -> None:
-    interpret("""
+    run_snippet("""
         import torch
         from services.scheduler.engine.kernels.gumbel import gumbel_sample
         torch.manual_seed(6)
@@ -204,7 +193,7 @@ def test_a_limit_bans_and_the_drawn_token_is_fed_back() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_kernels_equal_their_plain_forms(dtype: str) -> None:
-    interpret(f"""
+    run_snippet(f"""
         import torch, torch.nn.functional as F
         from services.scheduler.engine.kernels.elementwise import lay_out_inputs, rms_norm, silu_mul, store_kv
         torch.manual_seed(8)
@@ -240,7 +229,7 @@ def test_small_kernels_equal_their_plain_forms(dtype: str) -> None:
 
 
 def test_few_linear_equals_its_plain_form() -> None:
-    interpret("""
+    run_snippet("""
         import torch, torch.nn.functional as F
         from services.scheduler.engine.kernels.few_linear import few_linear, fits
         torch.manual_seed(9)
@@ -319,10 +308,9 @@ def test_ranks_add_up_in_each_others_memory(ranks: int, tmp_path: Path) -> None:
     names = [str(tmp_path / f"memory{rank}") for rank in range(ranks)]
     for name in names:
         Path(name).write_bytes(bytes(1 << 16))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(ranks), *names], env=env) for rank in range(ranks)
-    ]
+    own = [sys.executable, "-c", RANK]
+    env = environment(interpreted=True)
+    processes = [subprocess.Popen([*own, str(rank), str(ranks), *names], env=env) for rank in range(ranks)]
     try:
         for process in processes:
             assert process.wait(100) == 0
@@ -334,7 +322,7 @@ def test_ranks_add_up_in_each_others_memory(ranks: int, tmp_path: Path) -> None:
 
 def test_a_rank_that_is_ahead_is_not_waited_for() -> None:
     """Whoever has this rank's flag may set its next one before this rank has looked."""
-    interpret("""
+    run_snippet("""
         import numpy as np, torch
         from services.scheduler.engine.kernels import all_reduce as kernels
         kernels.LARGE_WORDS, kernels._SMALL_TILE, kernels._TILE, kernels.CHANNELS = 256, 64, 128, 4
@@ -357,7 +345,7 @@ def test_a_rank_that_is_ahead_is_not_waited_for() -> None:
 
 
 def test_pieces_of_a_vocabulary_embed_their_own() -> None:
-    interpret("""
+    run_snippet("""
         import torch
         from services.scheduler.engine.kernels.elementwise import embed_piece
         weight, ids = torch.randn(50, 1500), torch.tensor([0, 16, 17, 49, 33, 34])

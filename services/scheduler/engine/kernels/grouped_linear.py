@@ -9,7 +9,6 @@ added in the order of its experts: they do not depend on the tokens beside it.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -150,17 +149,3 @@ def combine(answers: torch.Tensor, pairs: SortedPairs, routing: Routing) -> torc
         PER_TOKEN=routing.per_token, BLOCK=block, num_warps=4, **chain.options(),
     )  # fmt: skip
     return out
-
-
-def experts_reference(
-    x: torch.Tensor, gate_up_weight: torch.Tensor, down_weight: torch.Tensor, routing: Routing
-) -> torch.Tensor:
-    """The whole of a layer's experts in plain torch, in the precision of its arguments, for any device."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(routing.num_experts):
-        token, place = (routing.experts == expert).nonzero(as_tuple=True)
-        if len(token):
-            gate, up = F.linear(x[token], gate_up_weight[expert]).chunk(2, -1)
-            answer = F.linear(F.silu(gate) * up, down_weight[expert])
-            out.index_add_(0, token, answer.float() * routing.weights[token, place][:, None])
-    return out.to(x.dtype)

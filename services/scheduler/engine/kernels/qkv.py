@@ -2,7 +2,7 @@
 
 One program takes one token and one KV head: the query heads of its group, its key and its value. Queries
 and keys are normalised (where the model does), rotated, queries written back in place, keys and values put
-into their pages. `qkv_reference` is the same in plain torch.
+into their pages.
 """
 
 import torch
@@ -103,31 +103,3 @@ def qkv_norm_rope_store(
         qkv.stride(0), k_cache.stride(0), k_cache.stride(1),
         NUM_KV=num_kv, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), DIM=dim, PAGE=page, NORM=norm, num_warps=1, **chain.options(),
     )  # fmt: skip
-
-
-def _reference_heads(
-    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
-) -> torch.Tensor:
-    dtype, y = x.dtype, x.float()
-    if weight is not None:
-        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
-        y = (y * weight).float()
-    lo, hi = y.chunk(2, -1)
-    return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1).to(dtype)
-
-
-def qkv_reference(
-    qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos_sin: torch.Tensor, positions: torch.Tensor,
-    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_qo_heads: int, eps: float,
-) -> None:  # fmt: skip
-    """`qkv_norm_rope_store` in plain torch, for any device; same arguments and effects."""
-    num_kv, page, dim = k_cache.shape[1], k_cache.shape[2], k_cache.shape[3]
-    heads = qkv.view(qkv.shape[0], -1, dim)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, -1)
-    query = _reference_heads(heads[:, :num_qo_heads], q_weight, cos, sin, eps)
-    key = _reference_heads(heads[:, num_qo_heads : num_qo_heads + num_kv], k_weight, cos, sin, eps)
-    heads[:, :num_qo_heads] = query
-    live = slot_mapping >= 0
-    slot = slot_mapping[live].long()
-    k_cache[slot // page, :, slot % page] = key[live]
-    v_cache[slot // page, :, slot % page] = heads[live, num_qo_heads + num_kv :]

@@ -119,21 +119,6 @@ def route(logits: torch.Tensor, per_token: int, *, normalise: bool, mapping: tor
     return Routing(experts, weights, num_experts)
 
 
-def route_reference(
-    logits: torch.Tensor, per_token: int, *, normalise: bool, mapping: torch.Tensor | None = None
-) -> Routing:
-    """`route` in plain torch, for any device; which of equals is taken is torch's choice."""
-    weights, experts = torch.softmax(logits.float(), -1).topk(per_token, -1)
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    experts = experts.int()
-    if mapping is not None:
-        padding = (mapping < 0)[:, None]
-        experts = experts.masked_fill(padding, logits.shape[1])
-        weights = weights.masked_fill(padding, 0.0)
-    return Routing(experts, weights, logits.shape[1])
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     experts, order, places, ends, tiles, num_pairs, num_experts, TILE: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr
