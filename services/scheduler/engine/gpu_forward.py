@@ -1,15 +1,13 @@
-"""The forward pass of a step on a GPU: what the batch says goes into the block, and a graph or the layers run on it.
+"""The forward pass of a step on a GPU: a graph or the layers run on what `gpu_inputs` has written down.
 
 Three ways: steps of single tokens that all draw are replayed from graphs by their number of rows; others, when they
 are not too large, from graphs by their number of tokens; the rest runs eagerly. All three compute alike. Owns the
-block and the graphs; knows neither streams nor chance. Of several ranks the first
-writes a step down, and all launch it.
+block and the graphs; knows neither streams nor chance. Of several ranks the first writes a step down, and all launch
+it.
 """
 
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from services.scheduler.core.batch import Batch, StepPath
 from services.scheduler.core.ports import EngineLimits
 from services.scheduler.engine.attention.triton import DecodeRows, PrefillRows, TritonAttention
 from services.scheduler.engine.context import ForwardContext
+from services.scheduler.engine.gpu_inputs import MAX_CHUNKS, Places, StepWriter
 from services.scheduler.engine.graph import StepGraphs, mixed_sizes
 from services.scheduler.engine.kernels.decode_attention import DecodeWorkspace, decode_shape
 from services.scheduler.engine.kernels.few_linear import MAX_TOKENS as FEW_TOKENS
@@ -24,7 +23,6 @@ from services.scheduler.engine.kernels.prefill_attention import (
     PIECE_WORDS,
     PrefillShape,
     PrefillWorkspace,
-    list_pieces,
 )
 from services.scheduler.engine.kvcache import KVCache
 from services.scheduler.engine.models.llama import LlamaModel
@@ -33,11 +31,7 @@ from services.scheduler.engine.parallel.orders import StepPlan
 from services.scheduler.engine.staging import StepBlock, StepImage
 from services.scheduler.engine.stream import new_stream
 
-MAX_CHUNKS: Final = 16
-"""Prompt chunks of a step that is replayed; the place behind them stays empty, and padding pieces belong to it."""
 _PROGRAMS_PER_SM: Final = 8
-_NO_PIECE: Final = np.array([MAX_CHUNKS, *[0] * (PIECE_WORDS - 1)], np.int32)
-Places = npt.NDArray[np.int64]
 
 
 class Forward:
@@ -68,10 +62,11 @@ class Forward:
         self._limits = limits
         self._multiprocessors = multiprocessors
         columns = min(-(-limits.max_seq_len // limits.page_size), limits.num_pages)
-        self._shape = PrefillShape.of(config.num_qo_heads, config.num_kv_heads, multiprocessors)
-        self._prefill_workspace = PrefillWorkspace.allocate(self._shape, config.head_dim, device)
-        most = self._shape.max_pieces(limits.max_step_tokens, max(limits.max_running, MAX_CHUNKS))
+        shape = PrefillShape.of(config.num_qo_heads, config.num_kv_heads, multiprocessors)
+        self._prefill_workspace = PrefillWorkspace.allocate(shape, config.head_dim, device)
+        most = shape.max_pieces(limits.max_step_tokens, max(limits.max_running, MAX_CHUNKS))
         self.block = StepBlock(limits.max_running, columns, limits.max_step_tokens, PIECE_WORDS * most, device)
+        self._writer = StepWriter(self.block, limits, shape)
         self._workspace = DecodeWorkspace.allocate(
             limits.max_running, limits.max_seq_len, config.num_qo_heads, config.num_kv_heads, config.head_dim, device,
             max_programs=_PROGRAMS_PER_SM * multiprocessors,
@@ -89,7 +84,7 @@ class Forward:
             mixed: whether steps with prompts get graphs too.
             show: whether a bar may tell how far it is.
         """
-        self.pad_all().send(whole=True)
+        self._writer.pad_all().send(whole=True)
         self.decode_graphs.capture(decode_sizes, show=show)
         if mixed:
             self.mixed_graphs.capture(mixed_sizes(self._limits.max_step_tokens), show=show)
@@ -104,13 +99,13 @@ class Forward:
         """
         padded = self.padded_rows(batch, rows)
         if padded is not None:
-            self._put_decode(image, batch, padded)
+            self._writer.put_decode(image, batch, padded)
             return StepPlan("decode_graph", padded)
         single = bool((batch.lengths == 1).all())
         num_decode = batch.num_rows if single else int((batch.lengths != 1).argmax())
         num_chunks, num_tokens = batch.num_rows - num_decode, len(batch.input_ids)
         tokens = None if batch.scores or num_chunks > MAX_CHUNKS else self.mixed_graphs.size_for(num_tokens)
-        pieces, num_wanted = self._put_mixed(image, batch, rows, num_decode, tokens)
+        pieces, num_wanted = self._writer.put_mixed(image, batch, rows, num_decode, tokens)
         if tokens is not None:
             return StepPlan("mixed_graph", tokens)
         return StepPlan("eager", num_tokens, num_decode, num_chunks, pieces, num_wanted)
@@ -141,89 +136,11 @@ class Forward:
 
     def compute_padding(self, num_tokens: int) -> Tensor:
         """Compute a step of padding, as large as a step can be: what memory it takes is what a step takes."""
-        self.pad_all().send(whole=True)
+        self._writer.pad_all().send(whole=True)
         index = self.block.view("wanted", self._limits.max_running)
         return self._states(self.block.lay_out("token_", num_tokens), "token_", None, None, index)
 
-    def pad_all(self) -> StepImage:
-        """Write down a step of padding alone, that can be computed with."""
-        image, rows, tokens = self.block.open(), self._limits.max_running, self._limits.max_step_tokens
-        image.fill("num_changes", 0, 1, 0)
-        for name in ("seq_lens", "ids", "positions", "temperatures", "top_k", "min_p", "seeds"):
-            image.fill(name, 0, rows, 0)
-        for name in ("slots", "draw_slots"):
-            image.fill(name, 0, rows, self.block.padding_slot)
-        image.fill("top_p", 0, rows, 1)
-        image.fill("mapping", 0, rows, -1)
-        self._pad_mixed(image, 0, 0, 0, 0, tokens)
-        return image
-
-    # --- writing a step down
-
-    def _put_decode(self, image: StepImage, batch: Batch, padded: int) -> None:
-        num, pad = batch.num_rows, padded - batch.num_rows
-        starts, size = batch.starts, self._limits.page_size
-        image.put("slots", batch.slots)
-        image.fill("slots", num, padded, self.block.padding_slot)
-        image.put("seq_lens", starts + 1, pad)
-        image.put("ids", batch.input_ids, pad)
-        image.put("positions", starts, pad)
-        image.put("mapping", batch.page_table[np.arange(num), starts // size] * size + starts % size)
-        image.fill("mapping", num, padded, -1)
-
-    def _put_mixed(
-        self, image: StepImage, batch: Batch, rows: Places, num_decode: int, padded: int | None
-    ) -> tuple[int, int]:
-        """Write down a step of any rows, with padding up to so many tokens; returns numbers of pieces and states."""
-        size = self._limits.page_size
-        starts, lengths = batch.starts.astype(np.int64), batch.lengths.astype(np.int64)
-        ends = np.cumsum(lengths)
-        offsets, num_tokens = ends - lengths, int(ends[-1])
-        token_rows = np.repeat(np.arange(batch.num_rows), lengths)
-        positions = np.arange(num_tokens) - (offsets - starts)[token_rows]
-        chunks = slice(num_decode, batch.num_rows)
-        pieces = list_pieces(starts[chunks], lengths[chunks], self._shape)
-        scored = [offsets[score.row] + np.arange(len(score.targets)) for score in batch.scores]
-        wanted = np.concatenate((ends[rows] - 1, *scored))
-        image.put("slots", batch.slots[:num_decode])
-        image.put("seq_lens", starts[:num_decode] + 1)
-        image.put("chunk_slots", batch.slots[chunks])
-        image.put("chunk_starts", starts[chunks])
-        image.put("chunk_lengths", lengths[chunks])
-        image.put("chunk_offsets", offsets[chunks])
-        image.put("pieces", pieces)
-        image.put("token_ids", batch.input_ids)
-        image.put("token_slots", batch.slots[token_rows])
-        image.put("token_positions", positions)
-        image.put("token_mapping", batch.page_table[token_rows, positions // size] * size + positions % size)
-        image.put("wanted", wanted)
-        if padded is not None:
-            self._pad_mixed(image, num_decode, len(lengths) - num_decode, len(pieces), num_tokens, padded)
-            image.fill("wanted", len(wanted), self._num_states(padded), 0)
-        return len(pieces), len(wanted)
-
-    def _pad_mixed(
-        self, image: StepImage, num_decode: int, num_chunks: int, num_pieces: int, num_tokens: int, padded: int
-    ) -> None:
-        """Write padding behind what is there, up to so many tokens."""
-        rows = self._num_states(padded)
-        image.fill("slots", num_decode, rows, self.block.padding_slot)
-        image.fill("seq_lens", num_decode, rows, 0)
-        image.fill("chunk_slots", num_chunks, MAX_CHUNKS + 1, self.block.padding_slot)
-        for name in ("chunk_starts", "chunk_lengths", "chunk_offsets"):
-            image.fill(name, num_chunks, MAX_CHUNKS + 1, 0)
-        image.fill_lines("pieces", num_pieces, self._most_pieces(padded), _NO_PIECE)
-        for name in ("token_ids", "token_positions"):
-            image.fill(name, num_tokens, padded, 0)
-        image.fill("token_mapping", num_tokens, padded, -1)
-        if not num_tokens:
-            image.fill("wanted", 0, rows, 0)
-
     # --- computing it
-
-    def _num_states(self, tokens: int) -> int:
-        """Final states, and decode rows, that a replayed step of so many tokens has room for."""
-        return min(tokens, self._limits.max_running)
 
     def _decode_rows(self, rows: int) -> DecodeRows:
         shape = decode_shape(rows, self._multiprocessors)
@@ -240,9 +157,9 @@ class Forward:
 
     def _mixed_states(self, tokens: int) -> Tensor:
         """A step of so many tokens, decode rows first."""
-        rows = self._num_states(tokens)
+        rows = self._writer.num_states(tokens)
         input_ids = self.block.lay_out("token_", tokens)
-        prefill = self._prefill_rows(MAX_CHUNKS + 1, self._most_pieces(tokens))
+        prefill = self._prefill_rows(MAX_CHUNKS + 1, self._writer.most_pieces(tokens))
         return self._states(input_ids, "token_", self._decode_rows(rows), prefill, self.block.view("wanted", rows))
 
     def _states(
@@ -273,10 +190,6 @@ class Forward:
         with torch.inference_mode():
             context = ForwardContext(positions, attention, index, attention, mapping=mapping, few=few)
             return self._model.forward(input_ids, context)
-
-    def _most_pieces(self, tokens: int) -> int:
-        """Pieces of so many prompt tokens in as many chunks as a replayed step can have."""
-        return self._shape.max_pieces(tokens, MAX_CHUNKS)
 
     def _pieces(self, count: int) -> Tensor:
         return self.block.view("pieces", PIECE_WORDS * count).view(-1, PIECE_WORDS)
