@@ -37,10 +37,6 @@ SWITCH_INTERVAL_S: Final = 5e-4
 """The I/O thread waits at most so long for the interpreter while the step loop computes."""
 FLUSH_S: Final = 2.0
 """Kept of the drain time for sending what is left and handing over."""
-UNBUILT: Final[dict[str, tuple[object, ...]]] = {
-    "moe_backend": ("auto",),
-}
-"""Settings whose other values wait for their part of the engine."""
 FAKE_NUM_PAGES: Final = 4096
 FAKE_PAGE_SIZE: Final = 16
 FAKE_STEP_TOKENS: Final = 2048
@@ -262,7 +258,6 @@ def build(settings: SchedulerSettings) -> Engine:
     Raises:
         ConfigError: the model or the device cannot be served as set.
     """
-    refuse_unbuilt(settings)
     files = find_files(settings)
     if settings.engine == "fake":
         if settings.tensor_parallel_size > 1:
@@ -274,17 +269,6 @@ def build(settings: SchedulerSettings) -> Engine:
 
     with kept_kernels(settings.kernel_cache_dir, settings.device):
         return build_engine(engine_config(settings), files)
-
-
-def refuse_unbuilt(settings: SchedulerSettings) -> None:
-    """Refuse what this engine does not do yet, rather than ignore it.
-
-    Raises:
-        ConfigError: naming the variable.
-    """
-    for field, allowed in UNBUILT.items():
-        if getattr(settings, field) not in allowed:
-            raise ConfigError(f"MILLRACE_{field.upper()}: this engine knows only {' and '.join(map(str, allowed))}")
 
 
 def fake_config(settings: SchedulerSettings, files: ModelFiles) -> FakeEngineConfig:

@@ -38,7 +38,7 @@ class SchedulerSettings(ModelSettings):
         max_prefill_tokens: prompt tokens computed in one step, unset is chosen by the device.
         cache: `naive` computes every prompt from its first token.
         attention_backend: name, or `prefill,decode` names.
-        moe_backend: kernels of mixture-of-experts layers.
+        moe_backend: kernels of mixture-of-experts layers: `auto` is all that there is, they follow a step's tokens.
         cuda_graph_max_bs: largest batch with a captured graph on a GPU; 0 captures none, unset is chosen by the device.
         kernel_cache_dir: folder of a GPU's compiled kernels, which `launcher warmup` fills ahead of a start; unset is
             TRITON_CACHE_DIR, or `millrace/kernels` in the user's cache.
@@ -72,7 +72,7 @@ class SchedulerSettings(ModelSettings):
     max_prefill_tokens: int | None = Field(default=None, ge=1)
     cache: Literal["radix", "naive"] = "radix"
     attention_backend: str = "auto"
-    moe_backend: str = "auto"
+    moe_backend: Literal["auto"] = "auto"
     cuda_graph_max_bs: int | None = Field(default=None, ge=0)
     kernel_cache_dir: Path | None = None
     disable_overlap: bool = False
