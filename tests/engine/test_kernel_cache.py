@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.scheduler.engine import kernel_cache
-from services.scheduler.engine.kernel_cache import kept_kernels, kernel_folder, use_folder
+from services.scheduler.engine.kernel_cache import inherited_folder, kept_kernels, kernel_folder, use_folder
 from shared.errors import ConfigError
 from tests.engine.kernels.test_compile import SETUP
 from tests.engine.snippets import run_snippet
@@ -24,6 +24,14 @@ def test_the_folder_is_the_setting_then_tritons_then_the_users(tmp_path: Path, m
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kernel_folder(None) == tmp_path / ".cache" / "millrace" / "kernels"
+
+
+def test_a_rank_takes_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert inherited_folder() == tmp_path
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert inherited_folder() == tmp_path / ".triton" / "cache"
 
 
 def test_children_get_the_folder_and_a_bad_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

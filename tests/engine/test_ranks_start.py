@@ -11,9 +11,11 @@ import psutil
 import pytest
 import torch
 
+from services.scheduler.core.ports import EngineFault
 from services.scheduler.engine import engine as engine_module
 from services.scheduler.engine.engine import build_engine
 from services.scheduler.engine.local import LocalEngine
+from services.scheduler.engine.memory import within_memory
 from services.scheduler.engine.parallel import group
 from services.scheduler.engine.parallel.comm import open_store
 from services.scheduler.engine.parallel.group import Followers, RankLost
@@ -98,6 +100,20 @@ def test_a_rank_ends_by_itself_when_rank_0_fails(
     followers.close()
     assert [each.process.returncode for each in followers._ranks] == [1]
     assert followers.lost is None
+
+
+def test_who_sends_to_a_rank_that_has_died_learns_how_it_did(
+    broken: Callable[[str], None], checkpoint: Callable[[str], Path]
+) -> None:
+    broken("make_comm:hang")
+    followers = Followers(2, open_store(2).port, str(checkpoint("llama")), asdict(replace(TINY, ranks=2)))
+    followers.wait_ready()
+    process = followers._ranks[0].process
+    process.kill()
+    process.wait()
+    with pytest.raises(RankLost, match="rank 1 ended with status -9"):
+        followers.serve()
+    followers.close()
 
 
 def test_a_rank_ends_with_the_process_of_rank_0(
@@ -189,3 +205,18 @@ def test_attention_of_torch_has_one_gpu(monkeypatch: pytest.MonkeyPatch, checkpo
         build_engine(replace(config, attention_backend="torch"), locate(str(checkpoint("llama-bias"))))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, but attention by torch has one GPU$"):
         build_engine(config, locate(str(checkpoint("qwen3"))))  # heads of 20
+
+
+def test_a_start_that_lacks_memory_says_what_to_lower() -> None:
+    """Also in a step that warms the engine up, where any error is a fault of the engine."""
+    lack = torch.OutOfMemoryError("tried to allocate 20 GiB")
+    fault = EngineFault("a step failed")
+    fault.__cause__ = lack
+    for error in (lack, fault):
+        with (
+            pytest.raises(ConfigError, match=r"20 GiB.*lower memory_ratio.*raise tensor_parallel_size"),
+            within_memory(),
+        ):
+            raise error
+    with pytest.raises(EngineFault), within_memory():
+        raise EngineFault("another")

@@ -1,6 +1,7 @@
 """What only two GPUs can show: the sums between them, graphs that hold them, and the end of a rank."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from bench.workloads import MODELS
 from services.scheduler.engine.engine import EngineConfig, build_engine
 from services.scheduler.engine.gpu import GpuEngine
 from services.scheduler.engine.parallel.comm import open_store
+from shared.errors import ConfigError
 from shared.model_files import locate
 from shared.sampling import SamplingParams
 from tests.engine.driver import GREEDY, Driver, Seq, pack_mask
+from tests.gpu.two_gpus import REFUSED
 
 pytestmark = pytest.mark.gpu
 VOCAB = 4003
@@ -118,3 +121,42 @@ def test_a_lost_rank_ends_the_engine_and_its_process(folder: Path) -> None:
     )
     assert run.returncode != 0
     assert "told: " in run.stdout and "rank 1 ended" in run.stdout + run.stderr, run.stderr[-3000:]
+
+
+NO_ROOM = "the KV cache would have 0 pages"
+
+
+@pytest.mark.parametrize(("rank", "words"), [(0, f"told: {NO_ROOM}"), (1, f"rank 1: {NO_ROOM}")])
+def test_what_one_gpu_has_no_room_for_ends_all_ranks(rank: int, words: str, folder: Path) -> None:
+    """The other rank waits on its GPU meanwhile. The run is over when no rank has its output open any more."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.two_gpus", "cramped", str(rank), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert run.returncode == REFUSED, run.stdout + run.stderr[-3000:]
+    assert words in run.stdout + run.stderr
+
+
+def test_attention_of_torch_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="attention_backend 'torch' cannot be had on several"):
+        build_engine(replace(CONFIG, ranks=2, attention_backend="torch"), locate(str(folder)))
+
+
+def test_two_ranks_start_without_a_compiler_when_warmed_up(folder: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(folder), "--cache-dir", str(tmp_path), "--tensor-parallel-size", "2", "--num-pages", "200"]
+    flags += ["--max-running-requests", "24", "--max-seq-len", "2048", "--cuda-graph-max-bs", "8"]
+    said = []
+    for compiler in ({}, {"CC": "/bin/false"}):
+        run = subprocess.run(
+            [sys.executable, "-m", "services.launcher", "warmup", *flags],
+            env={**os.environ, **compiler},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        said.append(run.stdout + run.stderr)
+        assert run.returncode == 0, said[-1][-3000:]
+    assert "compiled " in said[0] and "for 2 ranks" in said[0]
+    assert "nothing to compile: all " in said[1] and "(0 of them new, for 2 ranks)" in said[1], said[1]

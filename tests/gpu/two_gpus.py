@@ -1,4 +1,4 @@
-"""Bodies of tests that need processes of their own: `python -m tests.gpu.two_gpus sums RANK PORT`, or `lost MODEL`."""
+"""Bodies of tests that need processes of their own: `python -m tests.gpu.two_gpus FUNCTION ARGUMENTS`."""
 
 import os
 import signal
@@ -14,12 +14,15 @@ from services.scheduler.engine.engine import EngineConfig, build_engine
 from services.scheduler.engine.parallel.comm import join_store
 from services.scheduler.engine.parallel.device_comm import DeviceComm
 from services.scheduler.engine.parallel.state import Ranks
+from shared.errors import ConfigError
 from shared.model_files import locate
 from shared.sampling import SamplingParams
 from tests.engine.driver import Driver
 
 FAULT = 3
 """Exit status of an engine that has told its caller of the lost rank, before the process ends as it must."""
+REFUSED = 2
+"""Of every process that cannot serve as set, whoever of the ranks found it."""
 
 
 def sums(rank: int, port: int) -> None:
@@ -103,9 +106,26 @@ def lost(model: str) -> None:
         sys.exit(FAULT)
 
 
+def cramped(rank: int, model: str) -> None:
+    """Leave no room for the pool on one of the GPUs, and exit with REFUSED when the engine says so."""
+    free, total = torch.cuda.mem_get_info(rank)
+    # A tenth stays free of weights and pool; what a start takes before it looks for the pool is far less than this.
+    held = torch.empty(free - total // 20, dtype=torch.uint8, device=f"cuda:{rank}")
+    config = EngineConfig(device="cuda", load_format="dummy", max_running=24, max_seq_len=2048, ranks=2)
+    try:
+        build_engine(config, locate(model))
+    except ConfigError as e:
+        print(f"told: {e}", flush=True)
+        sys.exit(REFUSED)
+    raise AssertionError(f"there was room beside {held.nbytes} bytes")
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "sums":
+    name, *args = sys.argv[1:]
+    if name == "sums":
         with torch.inference_mode():
-            sums(int(sys.argv[2]), int(sys.argv[3]))
+            sums(int(args[0]), int(args[1]))
+    elif name == "cramped":
+        cramped(int(args[0]), args[1])
     else:
-        lost(sys.argv[2])
+        lost(args[0])

@@ -26,7 +26,7 @@ from services.scheduler.engine.engine import (
     plan_model,
     runs_on_kernels,
 )
-from services.scheduler.engine.kernel_cache import kept_kernels
+from services.scheduler.engine.kernel_cache import inherited_folder, kept_kernels
 from services.scheduler.engine.local import FollowerEngine
 from services.scheduler.engine.memory import within_memory
 from services.scheduler.engine.models.llama import LlamaModel
@@ -91,7 +91,7 @@ def _start(channel: Channel) -> tuple[Follow, Callable[[], None]]:
     setup = channel.receive()
     assert isinstance(setup, Setup)
     config = EngineConfig(**setup.config)
-    with kept_kernels(None, config.device), within_memory():
+    with kept_kernels(inherited_folder(), config.device), within_memory():
         files = locate(setup.model)
         plan = plan_model(config, files, Ranks(setup.rank, setup.size))
         channel.send(encode(Ready()))

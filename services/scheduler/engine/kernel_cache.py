@@ -74,6 +74,11 @@ def kernel_folder(setting: Path | None) -> Path:
     return Path(base) / "millrace" / "kernels"
 
 
+def inherited_folder() -> Path:
+    """Find the folder that the process which started this one uses: the one it has set, or Triton's own."""
+    return Path(os.environ.get(_TRITON_FOLDER) or "~/.triton/cache").expanduser()
+
+
 def use_folder(folder: Path) -> KernelCache:
     """Have this process and its children keep compiled kernels in a folder; to be called before the first.
 

@@ -215,7 +215,9 @@ class Followers:
             for each in self._ranks:
                 each.channel.send(data)
         except Closed as e:
-            raise RankLost(f"a rank has ended: {e}") from e
+            with self._news:  # the listener soon knows more
+                self._news.wait_for(lambda: self._lost, 2 * _STATUS_TIMEOUT_S)
+            raise self._lost or RankLost(f"a rank has ended: {e}") from e
 
     def _raise_lost(self) -> None:
         if self._lost is not None:
