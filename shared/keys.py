@@ -21,6 +21,8 @@ ENDED_TTL_MS: Final = 60_000
 ABORT_TTL_MS: Final = 3_000
 """Life of a doorbell. Whoever misses it learns the same from the log, with its next audit."""
 INBOX_TTL_MS: Final = 60_000
+FLUSH_TTL_MS: Final = 3_000
+"""Life of the number of a flush. After a longer silence logs are asked where they end, once."""
 GENERATE_TTL_MS: Final = 3_600_000
 SLOT_TTL_MS: Final = 15_000
 """Life of a limited key's place for a request whose replica says nothing: that of the replica's own lease."""
@@ -42,7 +44,7 @@ BEAT_S: Final = 0.5
 _KINDS: Final = {
     "tokenize": "stream", "generate": "stream", "tokens": "stream", "inbox": "stream", "reply": "stream",
     "dead": "stream", "alive": "hash", "meta": "hash", "bucket": "hash", "stream": "hash", "slots": "zset",
-    "streams": "zset", "abort": "string",
+    "streams": "zset", "abort": "string", "flush": "string",
 }  # fmt: skip
 """What the server calls the kind of each of our keys, by the word after the prefix."""
 
@@ -76,6 +78,10 @@ class Keys:
     def abort(self, uid: str) -> str:
         """The doorbell of a terminal: set by the scripts that end a log, looked at by engines on every step."""
         return f"{self.prefix}:abort:{uid}"
+
+    def flush(self, writer: str) -> str:
+        """The number of a detokenizer's last flush: where it is, everything is that was there before."""
+        return f"{self.prefix}:flush:{writer}"
 
     def bucket(self, tenant: str) -> str:
         """Hash of what an API key may still start and use within its minute; gone when it is full again."""

@@ -14,10 +14,11 @@ from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.pieces import Piece
 from services.detokenizer.state import Reply, Texts, rebuild
 from shared import tracing
+from shared.broker.append import Flushes, Item
 from shared.broker.call import Call
 from shared.broker.connection import Broker
 from shared.broker.log_id import LogId
-from shared.broker.replies import Item, LogEntry, append, read_log
+from shared.broker.replies import LogEntry, read_log
 from shared.errors import BrokerError, WireError
 from shared.keys import APPEND_CAP
 
@@ -56,6 +57,7 @@ class Speaker:
         self._max_replies = max_replies
         self._idle_s = idle_s
         self._replies: dict[str, Reply] = {}
+        self._flushes = Flushes(broker.keys)
         metrics.replies.set_function(self.__len__)
 
     def __len__(self) -> int:
@@ -78,14 +80,16 @@ class Speaker:
                 self._rebuild(stale[i : i + _READ_LOGS], fresh)
                 self._beat()
             items = list(self._next_items(queues, fresh))
+            chain = self._flushes.chain
             try:
                 answers = self._append(items)
             except BrokerError:
+                self._flushes.begin_anew()
                 for item in items:
                     self._replies.pop(item.uid, None)
                 raise
             for item, answer in zip(items, answers, strict=True):
-                self._settle(item, answer, queues, fresh)
+                self._settle(item, answer, chain, queues, fresh)
 
     def forget_all(self) -> None:
         """Throw all states away: the logs may be others than they were."""
@@ -171,11 +175,10 @@ class Speaker:
 
     def _append(self, items: Sequence[Item]) -> list[LogId]:
         """Write entries, in one round trip."""
-        keys = self._broker.keys
-        calls = [append(keys, items[i : i + APPEND_CAP]) for i in range(0, len(items), APPEND_CAP)]
+        calls = [self._flushes.append(items[i : i + APPEND_CAP]) for i in range(0, len(items), APPEND_CAP)]
         return [answer for answers in self._broker.run_many(calls) for answer in answers] if calls else []
 
-    def _settle(self, item: Item, answer: LogId, queues: dict[str, list[Piece]], fresh: set[str]) -> None:
+    def _settle(self, item: Item, answer: LogId, chain: int, queues: dict[str, list[Piece]], fresh: set[str]) -> None:
         """Take in the answer to an entry: it is said, or its state was not true."""
         uid = item.uid
         fresh.discard(uid)
@@ -189,7 +192,8 @@ class Speaker:
             del queues[uid]
         self._metrics.tokens.inc(len(piece.ids))
         if item.terminal is None:
-            self._replies[uid].touched_s = time.monotonic()
+            reply = self._replies[uid]
+            reply.chain, reply.touched_s = chain, time.monotonic()
             return
         _trace(uid, self._replies.pop(uid))
         if piece.finish is None:

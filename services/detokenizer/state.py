@@ -62,15 +62,19 @@ class Reply:
         last: last id of the log.
         attempt: who speaks.
         said: tokens in the log.
+        chain: of the flush whose answer was `last`; 0 when that was only read.
         touched_s: when it was last continued, on the monotonic clock.
         began_ns: wall clock when this instance took it up.
         header: head of the log.
     """
 
-    __slots__ = ("_fence", "_stops", "_text", "_texts", "attempt", "began_ns", "header", "last", "said", "touched_s")
+    __slots__ = (
+        "_fence", "_stops", "_text", "_texts", "attempt", "began_ns", "chain", "header", "last", "said", "touched_s"
+    )  # fmt: skip
 
     def __init__(self, last: LogId, header: ReplyHeader, fence: FenceHeader, texts: Texts) -> None:
         self.last = last
+        self.chain = 0
         self.attempt, self.said = split_log_id(last)
         self.touched_s = time.monotonic()
         self.header = header
@@ -125,7 +129,7 @@ class Reply:
         prev = self.last
         if finish is None:
             self.last = make_log_id(self.attempt, self.said)
-            return Item(uid, prev, self.last, encode(delta), self.header.replica)
+            return Item(uid, prev, self.last, encode(delta), self.header.replica, None, self.chain)
         self.last = make_end_id(self.said)
         terminal = Terminal(self._fence.engine, self._fence.entry.encode(), life_ms(self.header))
         return Item(uid, prev, self.last, encode(delta), self.header.replica, terminal)

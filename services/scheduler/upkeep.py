@@ -17,7 +17,7 @@ from services.scheduler.inbox import Inbox, decode_entries
 from services.scheduler.ledger import Held, Ledger, Phase, naming
 from services.scheduler.metrics import Cause, SchedulerMetrics
 from shared.broker.call import Call
-from shared.broker.control import aborted
+from shared.broker.control import aborted, any_aborted
 from shared.broker.log_id import LogId, is_end, split_log_id
 from shared.broker.replies import LogEntry, OpenEntry, audit, last_id, read_log
 from shared.broker.streams import FIRST, GenerateEntry, has_tokens_until, list_held, read_generate_entry
@@ -61,19 +61,20 @@ class Upkeep:
         self._ignored: set[str] = set()
         self._behind: dict[str, tuple[Held, LogId]] = {}
         self._missing: list[bytes] = []
-        self._doorbell: Call[list[str]] | None = None
+        self._bell_rings = False
+        self._doorbell: Call[bool] | None = None
         self._doorbell_version = -1
         self._listed_s = 0.0
 
     def plan_doorbells(self, agenda: Agenda) -> None:
-        """Add a look at the abort keys of everybody who runs; packed once per set of them."""
+        """Add a look at whether any abort key of those who run is there; packed once per set of them."""
         ledger = self._ledger
         if self._doorbell_version != ledger.version:
             uids = [held.uid for held in ledger.live()]
-            self._doorbell = aborted(self._keys, uids) if uids else None
+            self._doorbell = any_aborted(self._keys, uids) if uids else None
             self._doorbell_version = ledger.version
         if self._doorbell is not None:
-            agenda.add(self._doorbell, self._on_rung)
+            agenda.add(self._doorbell, self._on_bell)
 
     def plan_audit(self, agenda: Agenda, *, listing: bool) -> None:
         """Add the audit of all requests; with `listing` the own stream is listed, however much there is."""
@@ -94,6 +95,10 @@ class Upkeep:
 
     def plan(self, agenda: Agenda) -> None:
         """Add what was found and has to be looked into at once."""
+        if self._bell_rings:
+            self._bell_rings = False
+            uids = [held.uid for held in self._ledger.live()]
+            agenda.add(aborted(self._keys, uids), self._on_rung)
         rung, self._rung = list(self._rung.values()), {}
         self._add_audits(agenda, rung, "doorbell")
         behind, self._behind = self._behind, {}
@@ -160,6 +165,9 @@ class Upkeep:
         if held.phase is Phase.LIVE:
             self._desk.end(held.uid, held.attempt)
         self._ledger.requeue(held)
+
+    def _on_bell(self, rings: bool) -> None:
+        self._bell_rings = rings
 
     def _on_rung(self, uids: list[str]) -> None:
         for uid in uids:

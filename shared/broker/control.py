@@ -80,6 +80,11 @@ def aborted(keys: Keys, uids: Sequence[str]) -> Call[list[str]]:
     return call_script(_ABORTED, [keys.abort(u) for u in uids], [], lambda places: [uids[i] for i in places])
 
 
+def any_aborted(keys: Keys, uids: Sequence[str]) -> Call[bool]:
+    """Say whether `aborted` would name any of these uids, of which there is at least one; much cheaper."""
+    return Call(("EXISTS", *map(keys.abort, uids)), bool)
+
+
 class _Lease(NamedTuple):
     """The heartbeat of one instance, its place, and for how much of the observer's connected time it stood still."""
 

@@ -31,6 +31,12 @@ def split_log_id(log_id: LogId) -> tuple[int, int]:
     return int(attempt), int(said)
 
 
+def is_next(prev: LogId, log_id: LogId) -> bool:
+    """Whether an id is one token behind `prev`, in the same attempt: no id fits between them."""
+    cut = prev.find(b"-") + 1
+    return cut > 0 and log_id.startswith(prev[:cut]) and int(log_id[cut:]) == int(prev[cut:]) + 1
+
+
 def is_end(log_id: LogId) -> bool:
     """Whether this is the id of a terminal."""
     return log_id.startswith(b"9007199254740991-")

@@ -6,18 +6,19 @@ on that id; the inbox only rings. Owns the calls and what their answers mean, no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from shared.broker.append import Item as Item
+from shared.broker.append import Terminal as Terminal
+from shared.broker.append import append as append
 from shared.broker.call import MAX_BLOCK_MS, Argument, Call, call_script, load_script, pairs, word, xread
 from shared.broker.log_id import NO_LOG, LogId
 from shared.broker.rings import Ring as Ring
-from shared.broker.rings import Rings, parse_rings, ring_head
+from shared.broker.rings import Rings, parse_rings
 from shared.broker.streams import FIRST, Why
 from shared.errors import WireError
 from shared.keys import (
     ABORT_TTL_MS,
-    APPEND_CAP,
     ENDED_TTL_MS,
     INBOX_CAP,
     INBOX_TTL_MS,
@@ -33,7 +34,7 @@ MAX_LAUNCHES: Final = 3
 FenceOutcome = Literal["OK", "LOST", "GONE", "ENDED", "POISON", "SUSPECT"]
 Ended = Literal["OK", "GONE", "ENDED", "FENCED"]
 
-_FENCE, _APPEND, _END = load_script("fence"), load_script("append"), load_script("end", "terminal")
+_FENCE, _END = load_script("fence"), load_script("end", "terminal")
 _AUDIT, _SWEEP = load_script("audit"), load_script("sweep")
 
 
@@ -86,64 +87,6 @@ def fence(
     """
     arguments: list[Argument] = [entry_id, nonce, why, encode(header), REPLY_TTL_MS, limit, int(solo)]
     return call_script(_FENCE, [keys.reply(uid), keys.generate(engine)], arguments, _parse_fenced)
-
-
-class Terminal(NamedTuple):
-    """What goes with an item that ends its log.
-
-    Attributes:
-        engine: from the log's fence header, as is `entry_id`: the entry that is deleted with the terminal.
-        ttl_ms: life of the log from now on: `life_ms(header)`.
-    """
-
-    engine: str
-    entry_id: bytes
-    ttl_ms: int
-
-
-class Item(NamedTuple):
-    """One entry for the log of one uid.
-
-    Attributes:
-        prev: last id the log must have.
-        log_id: `make_log_id(attempt, said)`, or `make_end_id(said)` with a terminal.
-        blob: encoded Delta.
-        replica: whose inbox is rung, from the log's header.
-        terminal: set when the Delta ends the request.
-    """
-
-    uid: str
-    prev: LogId
-    log_id: LogId
-    blob: bytes
-    replica: str
-    terminal: Terminal | None = None
-
-
-def append(keys: Keys, items: Sequence[Item]) -> Call[list[LogId]]:
-    """Write what one flush says, at most APPEND_CAP items, no uid twice.
-
-    Answers the last id of each log as it is now. An item is said when that is its own `log_id` (also when the
-    first answer was lost, or another detokenizer has said the same). Any other id, or NO_LOG: nothing was
-    written; forget the uid's state, rebuild it from the log and look again.
-    """
-    assert len(items) <= APPEND_CAP, "a flush is cut into calls of APPEND_CAP items"
-    boxes: dict[str, list[int]] = {}
-    for place, item in enumerate(items):
-        boxes.setdefault(item.replica, []).append(place)
-    order = [place for places in boxes.values() for place in places]
-    names = [keys.inbox(replica) for replica in boxes]
-    arguments: list[Argument] = [len(boxes), INBOX_CAP, INBOX_TTL_MS, ABORT_TTL_MS, *map(len, boxes.values())]
-    terminals: list[Argument] = []
-    for number, place in enumerate(order, start=1):
-        uid, prev, log_id, blob, _, terminal = items[place]
-        names.append(keys.reply(uid))
-        arguments += (prev, log_id, blob, ring_head(uid, prev, log_id))
-        if terminal is not None:
-            engine, entry_id, ttl_ms = terminal
-            terminals += (number, ttl_ms, keys.generate(engine), entry_id, keys.abort(uid))
-    arguments += terminals
-    return call_script(_APPEND, names, arguments, partial(_in_order, order))
 
 
 def end(keys: Keys, uid: str, delta: Delta, *, attempt: int | None = None) -> Call[Ended]:
@@ -289,11 +232,6 @@ def trim_inbox(keys: Keys, replica: str, position: bytes) -> Call[int]:
 
 def _as_is(answer: Any) -> Any:
     return answer
-
-
-def _in_order(order: Sequence[int], answer: Sequence[LogId]) -> list[LogId]:
-    """Put answers back where their items were."""
-    return [last for _, last in sorted(zip(order, answer, strict=True))]
 
 
 def _parse_fenced(answer: Any) -> Fenced:

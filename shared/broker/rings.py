@@ -1,10 +1,11 @@
 """What rings in the inbox of an api replica: all that one flush has said to its requests, packed as one message.
 
-Owns the packing. Heads are made by whoever writes, so that the server only joins them with the deltas; `ring` of
-lua/common.lua makes the same for a terminal whose predecessor only the server knows.
+Owns the packing. Who writes packs what will ring if all of it is accepted, as nearly always; `ring` of lua/common.lua
+makes the same where only a part is, and for a terminal whose predecessor only the server knows.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -37,9 +38,14 @@ class Rings(NamedTuple):
 _decoder: Final = msgspec.msgpack.Decoder(list[Ring])
 
 
-def ring_head(uid: str, prev: LogId, log_id: LogId) -> bytes:
-    """Pack what a ring says before its delta."""
-    return b"\x94\xd9%c%b\xc4%c%b\xc4%c%b" % (len(uid), uid.encode(), len(prev), prev, len(log_id), log_id)
+def pack_rings(rings: Sequence[tuple[str, LogId, LogId, bytes, *tuple[Any, ...]]]) -> bytes:
+    """Pack what rings together: (uid, prev, id, encoded delta) each; what stands behind these is left out."""
+    packed = [b"\xdc%b" % len(rings).to_bytes(2, "big")]
+    packed += [
+        b"\x94\xd9%c%b\xc4%c%b\xc4%c%b%b" % (len(uid), uid.encode(), len(prev), prev, len(log_id), log_id, blob)
+        for uid, prev, log_id, blob, *_ in rings
+    ]
+    return b"".join(packed)
 
 
 def parse_rings(answer: Any, after: bytes) -> Rings:

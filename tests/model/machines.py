@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shared.broker import control, replies, streams
+from shared.broker.append import Flushes
 from shared.broker.call import Call
 from shared.broker.control import Observer
 from shared.broker.log_id import NO_LOG, LogId, is_end, make_end_id, make_log_id, split_log_id
@@ -368,6 +369,7 @@ class _Text:
     said_len: int
     replica: str
     fence: FenceHeader | None
+    chain: int = 0
 
 
 @dataclass
@@ -397,6 +399,7 @@ class Detokenizer(Machine):
         super().__init__(world)
         self.positions = dict.fromkeys(range(NUM_SHARDS), streams.FIRST)
         self.texts: dict[str, _Text] = {}
+        self.flushes = Flushes(self.keys)
         self.owner = True
         self.flush: _Flush | None = None
 
@@ -461,7 +464,8 @@ class Detokenizer(Machine):
                 items[row.uid] = (row, text, self._item(row, text, new))
         if not items:
             return left
-        answers = self.world.run(replies.append(self.keys, [item for _, _, item in items.values()]))
+        chain = self.flushes.chain
+        answers = self.world.run(self.flushes.append([item for _, _, item in items.values()]))
         for (row, text, item), answer in zip(items.values(), answers, strict=True):
             if answer != item.log_id:
                 self.texts.pop(row.uid, None)  # any other answer: forget, rebuild, look again
@@ -472,6 +476,7 @@ class Detokenizer(Machine):
                 delta = decode(Delta, item.blob)
                 text.token_ids += delta.token_ids
                 text.last, text.said_len = item.log_id, text.said_len + len(delta.text)
+                text.chain = chain
         return left
 
     def _item(self, row: _Row, text: _Text, new: list[int]) -> Item:
@@ -487,7 +492,7 @@ class Detokenizer(Machine):
         delta = Delta(len(text.token_ids) + 1, new, shown, finish=finish)
         if not finish:
             log_id = make_log_id(row.attempt, len(token_ids))
-            return Item(row.uid, text.last, log_id, encode(delta), text.replica)
+            return Item(row.uid, text.last, log_id, encode(delta), text.replica, None, text.chain)
         assert text.fence is not None
         terminal = Terminal(text.fence.engine, text.fence.entry.encode(), 60_000)
         return Item(row.uid, text.last, make_end_id(len(token_ids)), encode(delta), text.replica, terminal)

@@ -70,7 +70,7 @@ def keys_left(stack: Stack, *, ended_logs: bool = False) -> list[str]:
             if kind in ("tokens", "generate", "tokenize") and broker.xlen(key) == 0:
                 continue
             lasting = broker.pttl(key) == -1
-            if kind in ("inbox", "abort") and not lasting:
+            if kind in ("inbox", "abort", "flush") and not lasting:
                 continue
             if kind in ("reply", "stream") and ended_logs and not lasting:
                 continue
