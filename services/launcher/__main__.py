@@ -10,7 +10,7 @@ from typing import Final
 from services.launcher import dead, hints, shell, warmup
 from services.launcher.deaths import Deaths
 from services.launcher.defaults import Plan, model_variables, plan
-from services.launcher.joining import GIVEN_BROKER, redis_url, running_broker
+from services.launcher.joining import GIVEN_BROKER, running_broker
 from services.launcher.redis_server import own_redis
 from services.launcher.run_files import RunFiles
 from services.launcher.settings import LauncherSettings, parse, settings_fields
@@ -54,9 +54,10 @@ def serve(settings: LauncherSettings) -> int:
     os.environ.update(model_variables(os.environ))
     files = RunFiles(settings.run_dir)
     try:
-        redis = [] if settings.model_fields_set & GIVEN_BROKER else [own_redis(settings.run_dir)]
-        for spec in redis:
-            os.environ["MILLRACE_REDIS_URL"] = redis_url(spec.port)
+        redis = []
+        if not settings.model_fields_set & GIVEN_BROKER:
+            spec, os.environ["MILLRACE_REDIS_URL"] = own_redis(settings.run_dir)
+            redis = [spec]
         launch = plan(settings, os.environ)
         supervisor = Supervisor(
             [*redis, *launch.specs],

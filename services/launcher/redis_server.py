@@ -44,8 +44,8 @@ def find_programs() -> list[Program]:
     return list({program.path.resolve(): program for program in programs}.values())
 
 
-def own_redis(run_dir: Path) -> Spec:
-    """Say how the launcher runs a Redis of its own, with its data under `run_dir`.
+def own_redis(run_dir: Path) -> tuple[Spec, str]:
+    """Say how the launcher runs a Redis of its own, with its data under `run_dir`, and the URL for its services.
 
     Raises:
         ConfigError: no server is found.
@@ -61,7 +61,28 @@ def own_redis(run_dir: Path) -> Spec:
     port = free_port()
     log = str(directory / "server.log")  # the terminal belongs to the launcher and the services
     argv = (str(programs[0].path), *options(directory, port, persistent=True), "--logfile", log)
-    return Spec("redis", "redis", argv, dict(os.environ), port, lambda: _probe(port))
+    if programs[0].version >= (7, 0):
+        argv += ("--latency-tracking", "no")
+    url = f"redis://{HOST}:{port}/0"
+    path = directory / "server.sock"
+    if _takes_socket(path):
+        argv += ("--unixsocket", str(path))
+        url = f"unix://{path}"
+    return Spec("redis", "redis", argv, dict(os.environ), port, lambda: _probe(port)), url
+
+
+def _takes_socket(path: Path) -> bool:
+    """Whether a Unix socket can be there and in a URL. It costs both ends much less than a port does."""
+    if set(str(path)) & set("@?%"):
+        return False
+    try:
+        path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError:  # the path is too long, or the file system knows none
+        return False
+    return True
 
 
 def options(directory: Path, port: int, *, persistent: bool) -> list[str]:

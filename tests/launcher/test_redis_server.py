@@ -41,11 +41,20 @@ def test_no_server_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_launchers_own(tmp_path: Path) -> None:
-    spec = own_redis(tmp_path)
+    spec, url = own_redis(tmp_path)
     assert (spec.instance, spec.role) == ("redis", "redis")
     assert "--appendonly" in spec.argv and "noeviction" in spec.argv
     assert not spec.probe().ready
     assert (tmp_path / "redis").is_dir()
+    assert url == f"unix://{tmp_path}/redis/server.sock"
+    assert spec.argv[-2:] == ("--unixsocket", f"{tmp_path}/redis/server.sock")
+
+
+@pytest.mark.parametrize("name", ["long" * 30, "a@b"])
+def test_where_no_socket_can_be_the_port_is_used(tmp_path: Path, name: str) -> None:
+    spec, url = own_redis(tmp_path / name)
+    assert url == f"redis://127.0.0.1:{spec.port}/0"
+    assert "--unixsocket" not in spec.argv
 
 
 def test_what_was_accepted_is_there_after_a_clean_stop(program: Program, tmp_path: Path) -> None:
