@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Self
@@ -123,8 +124,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 def cpu_s(process: psutil.Process) -> float:
     """Read the CPU seconds a process has used, in user mode and in the kernel."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    return time.clock_gettime((~process.pid << 3) | 2)  # the clock of that process, which is finer than its ticks
 
 
 def machine() -> str:
