@@ -9,6 +9,7 @@ Owns nothing that lasts; knows no model. Imports no torch, because `wait_briefly
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -37,21 +38,24 @@ def on_passing_thread(work: Callable[[], T]) -> T:
     An OpenMP library that has more threads in a process than there are cores lets none of them spin, and each thread
     that calls operations has others of its own.
     """
-    found: list[T] = []
-    failed: list[BaseException] = []
+    thread, answer = begin(work, "loading")
+    thread.join()
+    return answer.result()
+
+
+def begin(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T]]:
+    """Do something on a thread of its own, which does not keep the process; returns the thread and the answer."""
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.append(work())
+            answer.set_result(work())
         except BaseException as e:  # whatever it is belongs to the caller
-            failed.append(e)
+            answer.set_exception(e)
 
-    thread = threading.Thread(target=run, name="loading", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    return thread, answer
 
 
 def spread(operate: Callable[[], object], threads: int) -> list[int]:

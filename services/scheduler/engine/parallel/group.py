@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from services.scheduler.core.batch import Batch
 from services.scheduler.engine.parallel.control import Channel, Closed, Failed, Serve, Setup, encode, encode_batch
 from services.scheduler.engine.parallel.orders import Order
+from services.scheduler.engine.threads import begin
 from shared.errors import ConfigError
 
 T = TypeVar("T")
@@ -142,24 +143,18 @@ class Followers:
             ConfigError: a rank cannot serve the model as asked.
             RankLost: one has ended.
         """
-        found: list[T] = []
-        failed: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                found.append(work())
-            except BaseException as e:  # whatever it is belongs to the caller
-                failed.append(e)
+        def tell(_: object) -> None:
             with self._news:
                 self._news.notify_all()
 
-        threading.Thread(target=run, name="meeting", daemon=True).start()
+        _, answer = begin(work, "meeting")
+        answer.add_done_callback(tell)
         with self._news:
-            self._news.wait_for(lambda: found or failed or self._lost)
-        if found:
-            return found[0]
-        self._raise_lost()
-        raise failed[0]
+            self._news.wait_for(lambda: answer.done() or self._lost)
+        if not answer.done() or answer.exception() is not None:
+            self._raise_lost()
+        return answer.result()
 
     def watch(self, on_loss: Callable[[RankLost], None]) -> None:
         """Have this called, once and from any thread, when a rank ends by itself; the last one given counts."""
