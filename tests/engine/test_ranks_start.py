@@ -91,9 +91,10 @@ def test_a_rank_that_cannot_even_begin_is_told_with_its_last_words(
 
 
 def test_a_rank_ends_by_itself_when_rank_0_fails(
-    broken: Callable[[str], None], checkpoint: Callable[[str], Path]
+    broken: Callable[[str], None], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it waits for; nobody has to kill it."""
+    monkeypatch.setattr(group, "_END_TIMEOUT_S", 60.0)
     broken("make_comm:hang")
     followers = Followers(2, open_store(2).port, str(checkpoint("llama")), asdict(replace(TINY, ranks=2)))
     followers.wait_ready()
@@ -147,7 +148,8 @@ def test_a_rank_ends_with_the_process_of_rank_0(
 
 # What a GPU would wait for, and what its destructors would.
 ON_A_GPU = """if True:
-    import sys, threading
+    import os, sys, threading
+    from pathlib import Path
     from services.scheduler.engine import engine
     from services.scheduler.engine.parallel import group
     from shared.errors import ConfigError
@@ -157,6 +159,7 @@ ON_A_GPU = """if True:
         def __del__(self):
             threading.Event().wait()
     def wait_for_ranks(*args, **kwargs):
+        Path(os.environ["GATE"]).touch()
         threading.Event().wait()
     def refuse(plan, files, device):
         raise ConfigError("rank 0 has no room")
@@ -186,7 +189,7 @@ def test_a_process_whose_gpu_waits_ends_with_the_status_of_the_reason(
     reason.touch()
     run = subprocess.run(
         [sys.executable, "-c", ON_A_GPU, str(checkpoint("llama")), rank_0],
-        env={**os.environ, "BROKEN": harm, "MILLRACE_REASON_FILE": str(reason)},
+        env={**os.environ, "BROKEN": harm, "MILLRACE_REASON_FILE": str(reason), "GATE": str(tmp_path / "gate")},
         capture_output=True,
         text=True,
         timeout=100,

@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import Final
 
 EXIT_FAULT: Final = 1
@@ -35,6 +36,6 @@ def end_process(status: int) -> None:
     """End the process and ask the device for nothing. Any thread."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        with suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it, or it is closed
             stream.flush()
     os._exit(status)
