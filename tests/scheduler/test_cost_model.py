@@ -55,7 +55,11 @@ def test_it_is_careful_before_it_has_seen_prompts():
     model, decode = CostModel(), StepShape(1, 100, 0, 0.0)
     for _ in range(100):
         model.observe(decode, 2.0)
-    assert model.prefill_budget(decode, 0, 2.5) == COLD_TOKENS
+    assert [model.prefill_budget(decode, 0, ratio) for ratio in (1.01, 2.0, 5.0)] == [
+        COLD_TOKENS,
+        COLD_TOKENS,
+        4 * COLD_TOKENS,
+    ]
     assert _fitted().prefill_budget(decode, 0, 0.0) is None, "0 switches it off"
 
 

@@ -386,3 +386,17 @@ def test_running_rows_are_not_held_up_by_a_long_prompt():
     steps_ms = sorted(alone + 0.002 * tokens for tokens in shares)
     assert steps_ms[int(len(steps_ms) * 0.99)] <= 3 * alone
     assert sum(shares) >= 10_000 and len(shares) < 200
+
+
+@pytest.mark.parametrize(("running", "waiting", "bound"), [(4, 1, 96), (4, 4, 96), (1, 8, 400), (8, 16, 256)])
+def test_more_that_wait_for_each_that_runs_make_longer_steps(running, waiting, bound):
+    sizes = {"num_pages": 4096, "max_seq_len": 1000, "max_step_tokens": 400, "max_running": 32}
+    driver = Driver(engine_config(base_ms=0.1, check=False, **sizes))
+    driver.add(*(arrival(f"r{i}", bytes([i]) * 4, max_tokens=900) for i in range(running)))
+    driver.turn()
+    driver.turn()
+    driver.add(*(arrival(f"w{i}", bytes([100 + i]) * 100, max_tokens=1) for i in range(waiting)))
+    driver.turn()
+    batch = driver.batches[-1]
+    assert batch.num_decode == running
+    assert batch.lengths[running:].sum() == min(100 * waiting, bound if bound < 400 else 400 - running)

@@ -13,7 +13,8 @@ class SchedulerConfig:
         cache: "radix" keeps prefixes of ended requests, "naive" keeps nothing.
         max_prefill_tokens: prompt tokens one step computes at most; the engine's max_step_tokens bounds it too.
         max_gap_ratio: while requests decode, a step with prompt tokens may take this many times the step without
-            them, as the fitted cost model sees it; 0 leaves the token budget alone to decide.
+            them, as the fitted cost model sees it, and longer while more requests wait to start than run; 0 leaves
+            the token budget alone to decide.
     """
 
     cache: Literal["radix", "naive"] = "radix"

@@ -26,7 +26,7 @@ WARM_UP_STEPS = 2
 """First steps of each kind teach nothing: they pay for what is compiled or allocated once."""
 
 COLD_TOKENS = 64
-"""Prompt tokens beside running rows while the model is not fitted."""
+"""Prompt tokens beside running rows while the model is not fitted, for each time that a step may take longer."""
 
 MAX_SURPRISE = 1.5
 """A step that took longer than this many times what was expected counts as this much: a hiccup is no trend."""
@@ -162,7 +162,7 @@ class CostModel:
         if max_gap_ratio <= 0.0 or self._num_untimed > sum(self._seen):
             return None
         if not self.is_fitted:
-            return COLD_TOKENS
+            return int(COLD_TOKENS * max(1.0, max_gap_ratio - 1.0))
         fixed, per_kv, per_token, per_read = self._prefill_factors()
         spare_ms = max(0.0, max_gap_ratio - 1.0) * self.predict_ms(decode) - fixed - per_kv * depth / 1e3
         if spare_ms <= 0.0:

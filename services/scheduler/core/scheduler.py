@@ -30,6 +30,10 @@ from services.scheduler.core.slots import SlotTable
 from shared.errors import ConfigError, InvalidRequest, RequestError, ServerFault
 from shared.messages import FinishReason
 
+MAX_PATIENCE = 4.0
+"""Running requests bear gaps that are so many times as long, when so many times as many wait to start: after a burst
+small chunks, which cost more per token, would keep most of it waiting for the sake of the few that came first."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -250,9 +254,14 @@ class Scheduler:
         budget = min(self.config.max_prefill_tokens, self.limits.max_step_tokens - decode.decode_rows)
         if decode.decode_rows:
             depth = self.prefill.running[0].planned_len if self.prefill.running else 0
-            timed = self._costs.prefill_budget(decode, depth, self.config.max_gap_ratio)
+            timed = self._costs.prefill_budget(decode, depth, self._gap_ratio(decode.decode_rows))
             budget = budget if timed is None else min(budget, timed)
         return budget
+
+    def _gap_ratio(self, running: int) -> float:
+        """How much longer prompts may make a step: the more of them wait for each request that runs, the longer."""
+        waiting = len(self.prefill.running) + min(len(self.prefill.ready), self.slots.num_free)
+        return self.config.max_gap_ratio * min(MAX_PATIENCE, max(1.0, waiting / running))
 
     def _say(self, batch: Batch, result: StepResult, drawn: IntArray, positions: IntArray, stamp_ns: int) -> StepOutput:
         """Take in the drawn tokens of some rows and end the choices that they finish."""

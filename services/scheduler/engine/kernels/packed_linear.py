@@ -28,7 +28,7 @@ _Form = Callable[[Tensor], Tensor]
 
 GROUP: Final = 32
 """Weights that share a scale and a zero in the 4-bit form."""
-MAX_INT4_TOKENS: Final = 8
+MAX_INT4_TOKENS: Final = 6
 """Above this many decode rows the bfloat16 product is faster than the 4-bit one."""
 _REORDER_TOKENS: Final = 32
 """Tokens per call that the reordered layout is tuned for; any number works."""
