@@ -28,6 +28,10 @@ WARM_UP_STEPS = 2
 COLD_TOKENS = 64
 """Prompt tokens beside running rows while the model is not fitted, for each time that a step may take longer."""
 
+LEARN_EVERY, NEAR = 8, 0.1
+"""Of decode steps that took what was expected but for this part, one in so many teaches, once their half is fitted:
+they are many and alike, and learning takes the step loop longer than settling them does."""
+
 MAX_SURPRISE = 1.5
 """A step that took longer than this many times what was expected counts as this much: a hiccup is no trend."""
 
@@ -35,7 +39,8 @@ MIN_CHUNK_TOKENS = 32
 """A prompt always advances by this much, or the requests behind it would never start. Up to about 32 more tokens cost a
 step hardly more than the first: what they share, reading the weights once more, is most of it."""
 
-Features = npt.NDArray[np.float64]
+Features = tuple[float, ...]
+Matrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +68,36 @@ class _Fit:
     Args:
         spread: how far from zero each factor may be expected. What equal steps cannot tell apart goes to the factors
             with the widest.
+
+    Attributes:
+        factors: milliseconds of each feature.
     """
 
     def __init__(self, *spread: float) -> None:
-        self._weights = np.zeros(len(spread))
-        self._known = np.diag(1.0 / np.array(spread))
+        self._weights: Matrix = np.zeros(len(spread))
+        self._known: Matrix = np.diag(1.0 / np.array(spread))
         self._leak = np.diag(np.full(len(spread), (1.0 - FORGETTING) * LEAST_KNOWN))
         self._seen = 0
+        self.factors: Features = (0.0,) * len(spread)
 
     @property
     def is_fitted(self) -> bool:
         """Whether enough was seen."""
         return self._seen >= MIN_STEPS
 
-    @property
-    def factors(self) -> Features:
-        """The factors."""
-        return np.maximum(self._weights, 0.0)
-
-    def predict(self, x: Features) -> float:
+    def predict(self, features: Features) -> float:
         """Milliseconds for features."""
-        return float(x @ self.factors)
+        return _dot(features, self.factors)
 
-    def observe(self, x: Features, took_ms: float) -> None:
+    def observe(self, features: Features, took_ms: float) -> None:
         """Learn from features and what they took."""
         self._seen += 1
+        x = np.array(features)
         # What is known of a direction in which steps do not differ is forgotten down to a floor: the matrix stays one
         # that can be solved however long they are alike, and a step of another kind teaches at once.
         self._known = FORGETTING * self._known + self._leak + np.outer(x, x)
         self._weights += np.linalg.solve(self._known, x * (took_ms - x @ self._weights))
+        self.factors = tuple(np.maximum(self._weights, 0.0).tolist())
 
 
 class CostModel:
@@ -122,7 +128,10 @@ class CostModel:
         decode, prefill = _features(shape)
         if not kind:
             if self._decode.is_fitted:
-                forward_ms = min(forward_ms, MAX_SURPRISE * self._decode.predict(decode))
+                expected_ms = self._decode.predict(decode)
+                if self._seen[kind] % LEARN_EVERY and abs(forward_ms - expected_ms) <= NEAR * expected_ms:
+                    return
+                forward_ms = min(forward_ms, MAX_SURPRISE * expected_ms)
             self._decode.observe(decode, forward_ms)
             return
         if self.is_fitted:
@@ -131,13 +140,13 @@ class CostModel:
             base_ms = self._decode.predict(decode) if shape.decode_rows else 0.0
             self._prefill.observe(prefill, max(0.0, forward_ms - base_ms))
         else:
-            self._joint.observe(np.concatenate((decode, prefill[1:])), forward_ms)
+            self._joint.observe((*decode, *prefill[1:]), forward_ms)
 
     def predict_ms(self, shape: StepShape) -> float:
         """Predict the duration of a step."""
         decode, prefill = _features(shape)
-        base_ms = float(decode @ self._decode_factors()) if shape.decode_rows else 0.0
-        return base_ms + (float(prefill @ self._prefill_factors()) if shape.prefill_tokens else 0.0)
+        base_ms = _dot(decode, self._decode_factors()) if shape.decode_rows else 0.0
+        return base_ms + (_dot(prefill, self._prefill_factors()) if shape.prefill_tokens else 0.0)
 
     def _decode_factors(self) -> Features:
         return self._decode.factors if self._decode.is_fitted else self._joint.factors[:3]
@@ -146,7 +155,7 @@ class CostModel:
         if self._prefill.is_fitted:
             return self._prefill.factors
         # Where every step has prompt tokens, their fixed part cannot be told from that of the decode rows.
-        return np.concatenate((np.zeros(1), self._joint.factors[3:]))
+        return (0.0, *self._joint.factors[3:])
 
     def prefill_budget(self, decode: StepShape, depth: int, max_gap_ratio: float) -> int | None:
         """How many prompt tokens may join a step of decode rows.
@@ -180,6 +189,11 @@ class CostModel:
 
 def _features(shape: StepShape) -> tuple[Features, Features]:
     """Of the decode rows and of the prompts; scaled so that factors of real machines are of one order."""
-    decode = np.array([1.0, shape.decode_rows / 1e2, shape.decode_kv / 1e5])
-    prefill = np.array([1.0, shape.prefill_kv / 1e3, shape.prefill_tokens / 1e3, shape.prefill_reads / 1e6])
+    decode = (1.0, shape.decode_rows / 1e2, shape.decode_kv / 1e5)
+    prefill = (1.0, shape.prefill_kv / 1e3, shape.prefill_tokens / 1e3, shape.prefill_reads / 1e6)
     return decode, prefill
+
+
+def _dot(a: Features, b: Features) -> float:
+    """Plain numbers: for so few of them an array costs more than the sum."""
+    return sum(x * y for x, y in zip(a, b, strict=True))
