@@ -1,5 +1,6 @@
 """Fixtures that give tests a real Redis. Keys are separated by prefixes; nothing is ever flushed."""
 
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from shared.settings import RedisSettings
 from tests.redis_keys import delete_keys
 
 StartRedis = Callable[..., RedisServer]
+
+# Engines of several tests share the cores: threads that spin would only keep each other from them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
