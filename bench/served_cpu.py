@@ -1,11 +1,13 @@
 """Our whole stack beside `transformers serve`, on the same machine, in the same run, with the same client.
 
     python -m bench.served_cpu [--streams 1,8,32] [--requests 64] [--repeats 3] [--peer-args "..."] [--json FILE]
+        [--alone [--whole]]
 
 Both serve SmolLM2-135M-Instruct on the CPU, ours from its GGUF, the peer from the same weights as safetensors in
 bfloat16. 64 requests of 16 to 128 words are asked for 16 to 64 tokens at temperature 0.6, so many at a time; the figure
 is tokens per second over all of them. Both stay up, only one is asked at a time, and they take turns in every repeat,
-so that a machine that grows busier slows both. Prints medians, and how many times the peer's.
+so that a machine that grows busier slows both. Prints medians, and how many times the peer's. `--whole` asks ours alone
+for completions that do not end before their last token.
 """
 
 import argparse
@@ -72,18 +74,24 @@ def draw_requests(number: int, seed: int) -> list[tuple[str, int]]:
 # --- the client --------------------------------------------------------------------------------------------
 
 
-async def ask(session: aiohttp.ClientSession, url: str, model: str, text: str, tokens: int) -> int:
-    """Stream one answer; returns its tokens."""
+async def ask(
+    session: aiohttp.ClientSession, url: str, model: str, text: str, tokens: int, *, whole: bool = False
+) -> int:
+    """Stream one answer to a chat, or one that is `whole`: a completion of all the tokens; returns its tokens."""
+    kind: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    if whole:
+        kind = {"prompt": text, "ignore_eos": True}
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": text}],
+        **kind,
         "max_tokens": tokens,
         "temperature": 0.6,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     pieces, counted = 0, None
-    async with session.post(f"{url}/chat/completions", json=body) as response:
+    path = "completions" if whole else "chat/completions"
+    async with session.post(f"{url}/{path}", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"{response.status}: {await response.text()}")
         async for line in response.content:
@@ -95,7 +103,7 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, text: str, t
     return pieces if counted is None else int(counted)
 
 
-async def run(url: str, model: str, requests: list[tuple[str, int]], streams: int) -> float:
+async def run(url: str, model: str, requests: list[tuple[str, int]], streams: int, *, whole: bool = False) -> float:
     """Ask all, so many at a time; returns tokens per second."""
     waiting, total = list(requests), 0
 
@@ -103,7 +111,7 @@ async def run(url: str, model: str, requests: list[tuple[str, int]], streams: in
         nonlocal total
         while waiting:
             text, tokens = waiting.pop()
-            said = await ask(session, url, model, text, tokens)
+            said = await ask(session, url, model, text, tokens, whole=whole)
             total += said  # in two lines: others add to it while this one waits
 
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
@@ -211,7 +219,7 @@ def _measure(flags: argparse.Namespace, targets: dict[str, tuple[str, str]]) -> 
         for streams in flags.streams:
             for name, (url, model) in targets.items():
                 requests = draw_requests(flags.requests, 100 * repeat + streams)
-                speed = asyncio.run(run(url, model, requests, streams))
+                speed = asyncio.run(run(url, model, requests, streams, whole=flags.whole))
                 found[name].setdefault(str(streams), []).append(round(speed, 1))
                 print(f"repeat {repeat + 1}, {streams:2} streams, {name}: {speed:.1f} tokens/s", flush=True)
     medians = {name: {s: statistics.median(v) for s, v in runs.items()} for name, runs in found.items()}
@@ -233,8 +241,11 @@ def main() -> None:
     parser.add_argument("--args", default="", help="flags of our launcher")
     parser.add_argument("--peer-args", default="", help="flags of the peer")
     parser.add_argument("--alone", action="store_true", help="without the peer")
+    parser.add_argument("--whole", action="store_true", help="completions, of all the tokens asked for; with --alone")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
+    if flags.whole and not flags.alone:
+        parser.error("--whole needs --alone: the peer has no such completions")
     with tempfile.TemporaryDirectory() as folder:
         found = compare(flags, Path(folder))
     if flags.json:
