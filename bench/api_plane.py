@@ -24,10 +24,11 @@ import psutil
 
 from services.launcher.redis_server import RedisServer, find_programs
 from shared.broker import streams
+from shared.broker.append import Item, Terminal, append
 from shared.broker.connection import Broker
 from shared.broker.control import beat_and_look
 from shared.broker.log_id import LogId, make_end_id, make_log_id
-from shared.broker.replies import Item, Terminal, append, fence
+from shared.broker.replies import fence
 from shared.keys import APPEND_CAP
 from shared.messages import Delta, FenceHeader, GenerateRequest, Heartbeat, TokenizeRequest, decode, encode
 from shared.settings import RedisSettings

@@ -10,17 +10,9 @@ from collections.abc import Sequence
 from services.detokenizer.incremental import Incremental, TokenTexts
 from services.detokenizer.pieces import Piece
 from services.detokenizer.stop_strings import StopMatcher, stop_strings
+from shared.broker.append import Item, Terminal
 from shared.broker.log_id import LogId, make_end_id, make_log_id, split_log_id
-from shared.broker.replies import (
-    EndEntry,
-    FenceEntry,
-    Item,
-    LogEntry,
-    OpenEntry,
-    Terminal,
-    TokensEntry,
-    life_ms,
-)
+from shared.broker.replies import EndEntry, FenceEntry, LogEntry, OpenEntry, TokensEntry, life_ms
 from shared.errors import WireError
 from shared.messages import Delta, FenceHeader, FinishReason, LogprobEntry, ReplyHeader, encode
 from shared.vocab import Vocabulary

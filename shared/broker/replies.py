@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from shared.broker.append import Item as Item
-from shared.broker.append import Terminal as Terminal
-from shared.broker.append import append as append
 from shared.broker.call import MAX_BLOCK_MS, Argument, Call, call_script, load_script, pairs, word, xread
 from shared.broker.log_id import NO_LOG, LogId
 from shared.broker.rings import Ring as Ring

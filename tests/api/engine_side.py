@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.broker import streams
+from shared.broker.append import Item, Terminal, append
 from shared.broker.connection import Broker
 from shared.broker.control import beat_and_look, look
 from shared.broker.log_id import LogId, make_end_id, make_log_id
-from shared.broker.replies import Fenced, Item, OpenEntry, Terminal, append, audit, end, fence, read_log
+from shared.broker.replies import Fenced, OpenEntry, audit, end, fence, read_log
 from shared.dialect import Dialect
 from shared.errors import BrokerDown
 from shared.keys import Role

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from shared.broker import control, replies, streams
+from shared.broker.append import Item, Terminal, append
 from shared.broker.call import Call
 from shared.broker.connection import Broker
 from shared.broker.log_id import NO_LOG, LogId, make_end_id, make_log_id, split_log_id
-from shared.broker.replies import Item, Terminal
 from shared.broker.streams import Choice, GenerateEntry, Opened, Why
 from shared.ids import new_uid
 from shared.messages import (
@@ -153,7 +153,7 @@ class Driver:
         return Item(entry.uid, prev, log_id, encode(delta), REPLICA, terminal)
 
     def append(self, *items: Item) -> list[LogId]:
-        return self.run(replies.append(self.keys, items))
+        return self.run(append(self.keys, items))
 
     def say(self, entry: GenerateEntry, token_ids: Sequence[int], **options: Any) -> LogId:
         """Append to the log as it is now, with its own attempt."""

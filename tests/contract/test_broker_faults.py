@@ -8,6 +8,7 @@ import pytest
 
 from services.launcher.redis_server import RedisServer
 from shared.broker import control, dead_letters, replies, streams
+from shared.broker.append import append as append_items
 from shared.broker.call import Call
 from shared.broker.connection import AsyncBroker, Broker
 from shared.broker.log_id import is_end
@@ -75,7 +76,7 @@ def append(driver: Driver) -> Call[Any]:
         entry = driver.queued()
         attempt = driver.fence(entry).attempt
         items.append(driver.item(entry, driver.last(entry.uid), attempt, [1, 2], finish=finish))
-    return replies.append(driver.keys, items)
+    return append_items(driver.keys, items)
 
 
 def end(driver: Driver) -> Call[Any]:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared.broker import control, replies, streams
+from shared.broker.append import Item, Terminal, append
 from shared.broker.connection import Broker
 from shared.broker.log_id import NO_LOG, LogId, is_end, make_end_id, make_log_id, split_log_id
-from shared.broker.replies import EndEntry, FenceEntry, Item, OpenEntry, Terminal
+from shared.broker.replies import EndEntry, FenceEntry, OpenEntry
 from shared.broker.streams import FIRST, Choice
 from shared.ids import new_uid
 from shared.messages import (
@@ -226,7 +227,7 @@ class Front:
         log_id = make_end_id(said) if finish else make_log_id(attempt, said)
         terminal = Terminal(state.engine, state.entry_id, 60_000) if finish else None
         item = Item(uid, state.last, log_id, encode(delta), state.replica, terminal)
-        (last,) = self.broker.run(replies.append(self.keys, [item]))
+        (last,) = self.broker.run(append(self.keys, [item]))
         if last != log_id:
             self.refused += 1
             del self._states[uid]

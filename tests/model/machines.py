@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shared.broker import control, replies, streams
-from shared.broker.append import Flushes
+from shared.broker.append import Flushes, Item, Terminal
 from shared.broker.call import Call
 from shared.broker.control import Observer
 from shared.broker.log_id import NO_LOG, LogId, is_end, make_end_id, make_log_id, split_log_id
-from shared.broker.replies import EndEntry, FenceEntry, Item, OpenEntry, Terminal, TokensEntry
+from shared.broker.replies import EndEntry, FenceEntry, OpenEntry, TokensEntry
 from shared.broker.streams import Choice
 from shared.ids import shard_of
 from shared.keys import Role
