@@ -1,4 +1,4 @@
-"""Attention in tiles against full attention in float64, and that a chunk's place in the prompt changes nothing."""
+"""Attention in bfloat16 on a CPU against full attention in float64, and that a chunk's place changes nothing."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.scheduler.engine.attention import torch_sdpa
 from services.scheduler.engine.attention.base import AttentionRows
 from services.scheduler.engine.attention.select import select_backend
 from services.scheduler.engine.kvcache import KVCache
@@ -35,7 +36,7 @@ class Prompts:
         )
         self.backend = select_backend("torch", self.cache, torch.bfloat16, torch.device("cpu"))
 
-    def step(self, work: list[tuple[int, int, int]], window: int | None = None) -> torch.Tensor:
+    def step(self, work: list[tuple[int, int, int]], window: int | None = None, *, num_decode: int = 0) -> torch.Tensor:
         """Compute (prompt, start, length) rows in one step."""
         starts, lengths = (np.array([row[i] for row in work], dtype=np.int64) for i in (1, 2))
         offsets = np.concatenate(([0], np.cumsum(lengths)))
@@ -44,7 +45,7 @@ class Prompts:
         for row, (prompt, _, _) in enumerate(work):
             table[row, : self.pages[prompt]] = np.arange(self.pages[prompt]) + prompt * self.pages[0]
         positions = np.arange(offsets[-1]) - (offsets[:-1] - starts)[token_rows]
-        plan = self.backend.plan(AttentionRows(starts, lengths, offsets, table, token_rows, positions, 0))
+        plan = self.backend.plan(AttentionRows(starts, lengths, offsets, table, token_rows, positions, num_decode))
         places = torch.cat([torch.arange(start, start + n) + prompt * LENGTH for prompt, start, n in work])
         q, k, v = self.q[places], self.k[places], self.v[places]
         return plan.run(0, q, k, v, scale=self.head_dim**-0.5, window=window)
@@ -77,6 +78,21 @@ def test_a_chunk_gives_what_the_whole_prompt_gives(shape: tuple[int, int, int]) 
     for start, stop in [(0, 100), (100, 200), (37, 300), (LENGTH - 1, LENGTH), (LENGTH - 40, LENGTH)]:
         whole = prompts.step([(0, 0, LENGTH)])
         assert torch.equal(prompts.step([(0, start, stop - start)]), whole[start:stop])
+
+
+@pytest.mark.parametrize("few_keys", [0, 10_000])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_rows_see_the_same_either_way(
+    shape: tuple[int, int, int], window: int | None, few_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_sdpa, "_FEW_KEYS", few_keys)
+    prompts = Prompts(*shape)
+    prompts.step([(0, 0, LENGTH), (1, 0, OTHER)], window)
+    for rows in ([(0, LENGTH - 1, 1)], [(0, LENGTH - 1, 1), (1, OTHER - 1, 1)]):
+        found = prompts.step(rows, window, num_decode=len(rows))
+        expected = torch.cat([prompts.full(prompt, window)[-1:] for prompt, _, _ in rows])
+        assert (found.double() - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_prompts_of_unlike_depth_share_a_step() -> None:

@@ -5,10 +5,12 @@ heads are folded into the query's length, so that a key is read once for all hea
 
 Decode rows go through two batched products; rows of prompts through the fused kernel, or in tiles where that is
 faster. Which way depends on the device alone, so no result depends on the rows beside it or on how much of a prompt
-was cached, but the ways round differently.
+was cached, but the ways round differently. In bfloat16 on a CPU, where the products of a few decode rows have a form of
+their own too, a few short ones go through the fused kernel: it is one call where the others are five.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,6 +22,9 @@ from services.scheduler.engine.attention.buckets import make_buckets
 from services.scheduler.engine.attention.tiles import Tile, attend_in_tiles, cut_tiles
 from services.scheduler.engine.kvcache import KVCache
 
+_FEW_KEYS: Final = 768
+"""Keys of all decode rows together up to which the fused kernel is the faster one in bfloat16 on a CPU."""
+
 
 class TorchAttention:
     """Attention over the pool with torch's operations."""
@@ -29,7 +34,7 @@ class TorchAttention:
         self._dtype = dtype
         self._device = device
         # Torch's fused kernel is slow in bfloat16 on a CPU: three to five times as slow as plain products of tiles.
-        self._tiled = device.type == "cpu" and dtype == torch.bfloat16
+        self._by_products = device.type == "cpu" and dtype == torch.bfloat16
 
     def plan(self, rows: AttentionRows) -> "TorchPlan":
         """Lay out where tokens are stored and what each bucket of rows reads."""
@@ -59,11 +64,14 @@ class TorchAttention:
         whole = width == 1 and len(members) == len(rows.lengths)
         flat = tokens.reshape(-1)
         real = np.arange(width) < lengths[:, None]
+        decodes = int(members[0]) < rows.num_decode
+        kv_len = columns.shape[1] * cache.page_size
+        few = decodes and self._by_products and len(members) * kv_len <= _FEW_KEYS
         return _Bucket(
             num_rows=len(members),
-            decodes=int(members[0]) < rows.num_decode,
+            batched=decodes and not few,
             width=width,
-            kv_len=columns.shape[1] * cache.page_size,
+            kv_len=kv_len,
             tokens=None if whole else self._index(flat),
             targets=None if whole else self._index(tokens[real]),
             real=None if real.all() else self._index(np.flatnonzero(real.reshape(-1))),
@@ -71,7 +79,7 @@ class TorchAttention:
             reads=reads,
             keys=torch.empty(len(reads), cache.page_size * cache.head_dim, dtype=self._dtype, device=self._device),
             values=torch.empty(len(reads), cache.page_size * cache.head_dim, dtype=self._dtype, device=self._device),
-            tiled=self._tiled,
+            tiled=self._by_products and not decodes,
         )
 
     def _index(self, values: IndexArray) -> Tensor:
@@ -84,7 +92,7 @@ class _Bucket:
 
     Attributes:
         num_rows: their number.
-        decodes: whether they are decode rows.
+        batched: whether they are decode rows that go through batched products.
         width: tokens computed per row, padding included.
         kv_len: tokens looked at per row, padding included.
         tokens: (num_rows * width,) token at each place, or None when the bucket is the whole step in order.
@@ -99,7 +107,7 @@ class _Bucket:
     """
 
     num_rows: int
-    decodes: bool
+    batched: bool
     width: int
     kv_len: int
     tokens: Tensor | None
@@ -179,7 +187,7 @@ class TorchPlan:
         v = bucket.values.view(rows, kv_heads, -1, head_dim)
         if softcap is not None:
             found = _attend_capped(folded, k, v, bucket.mask(window, group, q.dtype), scale, softcap)
-        elif bucket.decodes:
+        elif bucket.batched:
             return _attend_batched(folded, k, v, bucket.mask(window, group, q.dtype), scale)
         elif bucket.tiled:
             bucket.tiles = bucket.tiles or cut_tiles(bucket.q_positions, group, bucket.kv_len, cache.page_size)
