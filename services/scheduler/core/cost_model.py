@@ -28,16 +28,19 @@ WARM_UP_STEPS = 2
 COLD_TOKENS = 64
 """Prompt tokens beside running rows while the model is not fitted, for each time that a step may take longer."""
 
-LEARN_EVERY, NEAR = 8, 0.1
-"""Of decode steps that took what was expected but for this part, one in so many teaches, once their half is fitted:
-they are many and alike, and learning takes the step loop longer than settling them does."""
+LEARN_EVERY = 8
+"""So many decode steps teach together, as their mean, once their half is fitted: they are many and alike, and learning
+takes the step loop longer than settling them does."""
+
+LONG_MS = 30.0
+"""Longer steps teach the less the longer they are: what they took beside what is to be learnt grows with them."""
 
 MAX_SURPRISE = 1.5
 """A step that took longer than this many times what was expected counts as this much: a hiccup is no trend."""
 
-MIN_CHUNK_TOKENS = 32
-"""A prompt always advances by this much, or the requests behind it would never start. Up to about 32 more tokens cost a
-step hardly more than the first: what they share, reading the weights once more, is most of it."""
+MIN_CHUNK_TOKENS = 16
+"""A prompt always advances by this much, or the requests behind it would never start. Fewer would hardly be cheaper:
+what tokens share, reading the weights and the prompt's KV once more, is most of what they cost."""
 
 Features = tuple[float, ...]
 Matrix = npt.NDArray[np.float64]
@@ -76,7 +79,7 @@ class _Fit:
     def __init__(self, *spread: float) -> None:
         self._weights: Matrix = np.zeros(len(spread))
         self._known: Matrix = np.diag(1.0 / np.array(spread))
-        self._leak = np.diag(np.full(len(spread), (1.0 - FORGETTING) * LEAST_KNOWN))
+        self._one = np.eye(len(spread))
         self._seen = 0
         self.factors: Features = (0.0,) * len(spread)
 
@@ -89,15 +92,16 @@ class _Fit:
         """Milliseconds for features."""
         return _dot(features, self.factors)
 
-    def observe(self, features: Features, took_ms: float) -> None:
-        """Learn from features and what they took."""
-        self._seen += 1
+    def observe(self, features: Features, took_ms: float, whole_ms: float, steps: int = 1) -> None:
+        """Learn from features and what they took of a step of `whole_ms`, or the means of some steps."""
+        self._seen += steps
         x = np.array(features)
+        keep, weight = FORGETTING**steps, steps * min(1.0, (LONG_MS / whole_ms) ** 2)
         # What is known of a direction in which steps do not differ is forgotten down to a floor: the matrix stays one
         # that can be solved however long they are alike, and a step of another kind teaches at once.
-        self._known = FORGETTING * self._known + self._leak + np.outer(x, x)
-        self._weights += np.linalg.solve(self._known, x * (took_ms - x @ self._weights))
-        self.factors = tuple(np.maximum(self._weights, 0.0).tolist())
+        self._known = keep * self._known + (1.0 - keep) * LEAST_KNOWN * self._one + weight * np.outer(x, x)
+        self._weights += np.linalg.solve(self._known, weight * x * (took_ms - x @ self._weights))
+        self.factors = tuple(_not_negative(self._known, self._weights).tolist())
 
 
 class CostModel:
@@ -110,6 +114,7 @@ class CostModel:
         self._joint = _Fit(1e4, 1e4, 1e4, 1.0, 1e4, 1e4)
         self._seen = [0, 0]
         self._num_untimed = 0
+        self._alike: list[tuple[Features, float]] = []
 
     @property
     def is_fitted(self) -> bool:
@@ -127,20 +132,27 @@ class CostModel:
             return
         decode, prefill = _features(shape)
         if not kind:
-            if self._decode.is_fitted:
-                expected_ms = self._decode.predict(decode)
-                if self._seen[kind] % LEARN_EVERY and abs(forward_ms - expected_ms) <= NEAR * expected_ms:
-                    return
-                forward_ms = min(forward_ms, MAX_SURPRISE * expected_ms)
-            self._decode.observe(decode, forward_ms)
+            self._observe_decode(decode, forward_ms)
             return
         if self.is_fitted:
             forward_ms = min(forward_ms, MAX_SURPRISE * self.predict_ms(shape))
         if self._decode.is_fitted or not shape.decode_rows:
             base_ms = self._decode.predict(decode) if shape.decode_rows else 0.0
-            self._prefill.observe(prefill, max(0.0, forward_ms - base_ms))
+            self._prefill.observe(prefill, max(0.0, forward_ms - base_ms), forward_ms)
         else:
-            self._joint.observe((*decode, *prefill[1:]), forward_ms)
+            self._joint.observe((*decode, *prefill[1:]), forward_ms, forward_ms)
+
+    def _observe_decode(self, decode: Features, forward_ms: float) -> None:
+        if not self._decode.is_fitted:
+            self._decode.observe(decode, forward_ms, forward_ms)
+            return
+        self._alike.append((decode, min(forward_ms, MAX_SURPRISE * self._decode.predict(decode))))
+        if len(self._alike) == LEARN_EVERY:
+            features, took_ms = zip(*self._alike, strict=True)
+            mean = tuple(sum(values) / LEARN_EVERY for values in zip(*features, strict=True))
+            mean_ms = sum(took_ms) / LEARN_EVERY
+            self._decode.observe(mean, mean_ms, mean_ms, LEARN_EVERY)
+            self._alike.clear()
 
     def predict_ms(self, shape: StepShape) -> float:
         """Predict the duration of a step."""
@@ -185,6 +197,16 @@ class CostModel:
         else:
             return None
         return max(MIN_CHUNK_TOKENS, int(tokens))
+
+
+def _not_negative(known: Matrix, weights: Matrix) -> Matrix:
+    """Fit without the factors that come out negative, until none does: left out alone they would bias the others."""
+    wanted, found = known @ weights, weights
+    while (found < 0.0).any():
+        keep = found > 0.0
+        found = np.zeros_like(weights)
+        found[keep] = np.linalg.solve(known[np.ix_(keep, keep)], wanted[keep])
+    return found
 
 
 def _features(shape: StepShape) -> tuple[Features, Features]:
