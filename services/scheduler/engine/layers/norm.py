@@ -1,6 +1,7 @@
 """Root mean square normalisation."""
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,19 @@ class RMSNorm:
         """(..., size) -> the same shape."""
         if self._fused is not None and x.dim() == 2:
             return self._fused(x, self.weight.tensor, self.eps)
-        return F.rms_norm(x, self._shape, self.weight.tensor, self.eps)
+        if x.is_cuda or x.dtype == torch.float32:
+            return F.rms_norm(x, self._shape, self.weight.tensor, self.eps)
+        # On a CPU torch makes it of parts, too, and of more: this is a twentieth of a step with one row.
+        weight, eps = self._wide
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = torch.addcmul(eps, norm, norm, value=1 / self._shape[0]).rsqrt_()
+        return wide.mul_(inverse).mul_(weight).to(x.dtype)
+
+    @cached_property
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        """Weight and eps in float32, once the weight is there."""
+        return self.weight.tensor.float(), torch.full((), self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x, of all ranks, to the residual stream, which is changed in place, and normalise it.
