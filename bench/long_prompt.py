@@ -2,7 +2,8 @@
 
 Needs a served model: `python -m services.launcher` and then `python bench/long_prompt.py http://127.0.0.1:8000`.
 Prints the p50, p99 and longest gap of the running streams, and the time to the first token of the long prompt alone
-and beside them. A gap counts from one arrival of tokens to the next, as a client sees it; answers come with their ids,
+and beside them. Streams become slower as they grow, so they are watched without the prompt before, between and after
+its turns. A gap counts from one arrival of tokens to the next, as a client sees it; answers come with their ids,
 because not every token has a text of its own.
 """
 
@@ -71,7 +72,7 @@ def show(name: str, gaps: list[float]) -> None:
 
 
 async def measure(args: argparse.Namespace) -> None:
-    """Run the phases one after the other on the same streams."""
+    """Run the phases in turn on the same streams."""
     async with httpx.AsyncClient(base_url=args.url, timeout=600.0, limits=httpx.Limits(max_connections=None)) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         for _ in range(args.warm_up):
@@ -84,19 +85,17 @@ async def measure(args: argparse.Namespace) -> None:
             for i, stream in enumerate(streams)
         ]
         await asyncio.gather(*(stream.begun.wait() for stream in streams))
-        await asyncio.sleep(1.0)
-        quiet = time.perf_counter()
-        await asyncio.sleep(args.quiet)
-        loud = time.perf_counter()
-        without = [gap for stream in streams for gap in stream.gaps(quiet, loud)]
-        beside, under = [], []
-        for _ in range(args.rounds):
-            began = time.perf_counter()
-            under.append(await first_token(client, model, args.tokens))
-            ended = time.perf_counter()
-            assert not any(task.done() for task in tasks), "the streams are too short: raise --length"
-            beside += [gap for stream in streams for gap in stream.gaps(began, ended)]
+        without, beside, under = [], [], []
+        for turn in range(args.rounds + 1):
             await asyncio.sleep(0.5)
+            quiet = time.perf_counter()
+            await asyncio.sleep(args.quiet)
+            loud = time.perf_counter()
+            without += [gap for stream in streams for gap in stream.gaps(quiet, loud)]
+            if turn < args.rounds:
+                under.append(await first_token(client, model, args.tokens))
+                beside += [gap for stream in streams for gap in stream.gaps(loud, time.perf_counter())]
+            assert not any(task.done() for task in tasks), "the streams are too short: raise --length"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,7 +114,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=6000, help="of the long prompt, about")
     parser.add_argument("--length", type=int, default=3000, help="tokens of each stream at most")
-    parser.add_argument("--quiet", type=float, default=5.0, help="seconds without the long prompt")
+    parser.add_argument(
+        "--quiet", type=float, default=3.0, help="seconds without the long prompt, before, between and after"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=2, help="shorter prompts before anything is measured")
     asyncio.run(measure(parser.parse_args()))
