@@ -68,8 +68,9 @@ class SchedulerService:
         self._engine = build(self._settings)
         limits = self._engine.limits
         budget = self._settings.max_prefill_tokens or limits.max_step_tokens
+        policy = SchedulerConfig(self._settings.cache, budget, self._settings.max_gap_ratio)
         self._grammars = make_compiler(self._settings, limits)
-        self._scheduler = Scheduler(limits, SchedulerConfig(self._settings.cache, budget), self._grammars)
+        self._scheduler = Scheduler(limits, policy, self._grammars)
         seconds = time.monotonic() - began
         self._metrics.loaded(seconds)
         self._metrics.describe(

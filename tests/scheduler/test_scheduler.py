@@ -371,7 +371,8 @@ def test_a_step_stays_within_its_tokens_when_rows_leave_hardly_any(seed):
 
 def test_running_rows_are_not_held_up_by_a_long_prompt():
     sizes = {"num_pages": 4096, "max_seq_len": 12_000, "max_step_tokens": 4096, "max_running": 8}
-    driver = Driver(engine_config(base_ms=0.2, row_us=20.0, token_us=2.0, check=False, **sizes))
+    config = SchedulerConfig(max_gap_ratio=2.5)
+    driver = Driver(engine_config(base_ms=0.2, row_us=20.0, token_us=2.0, check=False, **sizes), config)
     driver.add(*(arrival(f"r{i}", bytes([i]) * 40, max_tokens=4000) for i in range(6)))
     for i in range(40):
         driver.turn()
@@ -391,7 +392,7 @@ def test_running_rows_are_not_held_up_by_a_long_prompt():
 @pytest.mark.parametrize(("running", "waiting", "bound"), [(4, 1, 96), (4, 4, 96), (1, 8, 400), (8, 16, 256)])
 def test_more_that_wait_for_each_that_runs_make_longer_steps(running, waiting, bound):
     sizes = {"num_pages": 4096, "max_seq_len": 1000, "max_step_tokens": 400, "max_running": 32}
-    driver = Driver(engine_config(base_ms=0.1, check=False, **sizes))
+    driver = Driver(engine_config(base_ms=0.1, check=False, **sizes), SchedulerConfig(max_gap_ratio=2.5))
     driver.add(*(arrival(f"r{i}", bytes([i]) * 4, max_tokens=900) for i in range(running)))
     driver.turn()
     driver.turn()

@@ -19,7 +19,7 @@ class SchedulerConfig:
 
     cache: Literal["radix", "naive"] = "radix"
     max_prefill_tokens: int = 2048
-    max_gap_ratio: float = 2.5
+    max_gap_ratio: float = 2.9
 
 
 @dataclass(slots=True)
