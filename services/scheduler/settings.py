@@ -36,8 +36,9 @@ class SchedulerSettings(ModelSettings):
         max_running_requests: requests that have a slot at one time.
         max_seq_len: tokens of prompt and answer together; unset is what the model allows.
         max_prefill_tokens: prompt tokens computed in one step, unset is chosen by the device.
-        max_gap_ratio: while answers run, a step may take this many times as long for the prompts in it: more starts
-            long prompts sooner, less makes the gaps of the others shorter; 0 lets prompts take whole steps.
+        max_gap_ratio: while answers run, a step may take this many times as long for the prompts in it, and up to four
+            times that while more requests wait than run: more starts long prompts sooner, less makes the gaps of the
+            others shorter; 0 lets prompts take whole steps.
         cache: `naive` computes every prompt from its first token.
         attention_backend: name, or `prefill,decode` names.
         moe_backend: kernels of mixture-of-experts layers: `auto` is all that there is, they follow a step's tokens.

@@ -1,4 +1,4 @@
-"""The norm on a CPU against float64, in every precision that is served there."""
+"""The norm on a CPU against float64."""
 
 import pytest
 import torch

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.scheduler.engine.attention import torch_sdpa
+from services.scheduler.engine.attention import tiles, torch_sdpa
 from services.scheduler.engine.attention.base import AttentionRows
 from services.scheduler.engine.attention.select import select_backend
 from services.scheduler.engine.kvcache import KVCache
 
+attend_batched = torch_sdpa._attend_batched
 SHAPES = [(3, 3, 64), (2, 4, 128), (7, 2, 64), (1, 5, 32)]
 PAGE_SIZE, LENGTH, OTHER = 16, 330, 75
 
@@ -71,6 +72,15 @@ def test_equals_full_attention(shape: tuple[int, int, int], window: int | None) 
         assert (found.double() - expected).norm() < 1e-2 * expected.norm()
 
 
+@pytest.mark.parametrize("scores", [1, 6 * LENGTH * 20])
+def test_few_scores_fit_a_tile_and_nothing_else_changes(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Prompts(2, 4, 128).step([(0, 0, LENGTH)])
+    monkeypatch.setattr(tiles, "_TILE_SCORES", scores)
+    assert torch.equal(Prompts(2, 4, 128).step([(0, 0, LENGTH)]), whole)
+    cut = tiles.cut_tiles(torch.arange(LENGTH)[None], 4, 2, LENGTH, PAGE_SIZE)
+    assert all(tile.last - tile.first == 1 or 4 * 2 * (tile.last - tile.first) * LENGTH <= scores for tile in cut)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_chunk_gives_what_the_whole_prompt_gives(shape: tuple[int, int, int]) -> None:
     """To the last bit: what was cached must not show."""
@@ -87,11 +97,14 @@ def test_decode_rows_see_the_same_either_way(
     shape: tuple[int, int, int], window: int | None, few_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_sdpa, "_FEW_KEYS", few_keys)
+    batched = []
+    monkeypatch.setattr(torch_sdpa, "_attend_batched", lambda *a: batched.append(a) or attend_batched(*a))
     prompts = Prompts(*shape)
     prompts.step([(0, 0, LENGTH), (1, 0, OTHER)], window)
     for rows in ([(0, LENGTH - 1, 1)], [(0, LENGTH - 1, 1), (1, OTHER - 1, 1)]):
         found = prompts.step(rows, window, num_decode=len(rows))
         expected = torch.cat([prompts.full(prompt, window)[-1:] for prompt, _, _ in rows])
+        assert bool(batched) == (few_keys == 0)
         assert (found.double() - expected).norm() < 1e-2 * expected.norm()
 
 

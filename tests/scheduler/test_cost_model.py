@@ -112,6 +112,47 @@ def test_a_long_prompt_beside_a_few_rows_keeps_to_its_ratio(hiccup):
     assert max(steady) < 2.9 and sum(steady) / len(steady) == pytest.approx(2.5, rel=0.1)
 
 
+@pytest.mark.parametrize("slow", [0.1, 1.0, 5.0, 25.0, 100.0])
+def test_machines_of_every_speed_keep_to_the_ratio(slow):
+    rng, model, kv = random.Random(2), CostModel(), 8 * 100
+    for _ in range(40):
+        kv += 8
+        decode = StepShape(8, kv, 0, 0.0)
+        model.observe(decode, slow * _cpu_ms(decode) * rng.gauss(1.0, 0.02))
+    for _ in range(2):
+        start, ratios = 0, []
+        while start < 4000:
+            kv += 8
+            decode = StepShape(8, kv, 0, 0.0)
+            tokens = model.prefill_budget(decode, start, 2.9)
+            mixed = StepShape(8, kv, tokens, tokens * (start + tokens / 2), start + tokens)
+            ratios.append(_cpu_ms(mixed) / _cpu_ms(decode))
+            model.observe(mixed, slow * _cpu_ms(mixed) * rng.gauss(1.0, 0.02))
+            start += tokens
+    assert max(ratios[2:]) < 3.5 and sum(ratios) / len(ratios) == pytest.approx(2.9, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_steps_of_one_length_whatever_is_in_them(seed):
+    """Nothing that a step holds costs anything: no factor is found, and still every budget has a bound."""
+    rng, model = random.Random(seed), CostModel()
+    for _ in range(150):
+        decode_rows = rng.choice([0, 4, 4, 8])
+        tokens = rng.randint(1, 300) if not decode_rows or rng.random() < 0.3 else 0
+        model.observe(StepShape(decode_rows, 100 * decode_rows, tokens, tokens**2 / 2, tokens), rng.gauss(10.0, 0.5))
+    budget = model.prefill_budget(StepShape(8, 800, 0, 0.0), 0, 2.9)
+    assert budget is not None and MIN_CHUNK_TOKENS <= budget <= 2 * 300
+
+
+def test_a_machine_that_becomes_eight_times_as_slow_is_believed():
+    rng, model = random.Random(6), _fitted()
+    for _ in range(600):
+        shape = _shape(rng, prompt=rng.random() < 0.3)
+        model.observe(shape, 8 * _true_ms(shape))
+    shape = StepShape(64, 64 * 800, 0, 0.0)
+    assert model.predict_ms(shape) == pytest.approx(8 * _true_ms(shape), rel=0.3)
+
+
 def test_first_steps_and_hiccups_teach_little():
     rng, model = random.Random(5), CostModel()
     for i in range(600):

@@ -33,10 +33,15 @@ LEARN_EVERY = 8
 takes the step loop longer than settling them does."""
 
 LONG_MS = 30.0
-"""Longer steps teach the less the longer they are: what they took beside what is to be learnt grows with them."""
+"""A longer step counts for less, by the square of how many times it is as long: what it took beside what is to be
+learnt grows with it."""
 
-MAX_SURPRISE = 1.5
-"""A step that took longer than this many times what was expected counts as this much: a hiccup is no trend."""
+MAX_SURPRISE, TREND = 1.5, 4
+"""A step that took longer than this many times what was expected counts as this much: a hiccup is no trend, but more
+than so many of them in a row are."""
+
+GROWTH = 2
+"""A step has at most so many times the prompt tokens of the largest one before it: beyond those it is a guess."""
 
 MIN_CHUNK_TOKENS = 16
 """A prompt always advances by this much, or the requests behind it would never start. Fewer would hardly be cheaper:
@@ -93,10 +98,19 @@ class _Fit:
         return _dot(features, self.factors)
 
     def observe(self, features: Features, took_ms: float, whole_ms: float, steps: int = 1) -> None:
-        """Learn from features and what they took of a step of `whole_ms`, or the means of some steps."""
+        """Learn from a step.
+
+        Args:
+            features: of the step, or the means of several.
+            took_ms: what the factors are to explain of it.
+            whole_ms: all that it took, over 0; decides how much it counts for.
+            steps: how many the means are of.
+        """
+        x, keep, sure = np.array(features), FORGETTING**steps, min(1.0, (LONG_MS / whole_ms) ** 2)
+        if not self._seen:
+            self._known *= sure  # what is expected beforehand must not outweigh steps that count for little
         self._seen += steps
-        x = np.array(features)
-        keep, weight = FORGETTING**steps, steps * min(1.0, (LONG_MS / whole_ms) ** 2)
+        weight = steps * sure
         # What is known of a direction in which steps do not differ is forgotten down to a floor: the matrix stays one
         # that can be solved however long they are alike, and a step of another kind teaches at once.
         self._known = keep * self._known + (1.0 - keep) * LEAST_KNOWN * self._one + weight * np.outer(x, x)
@@ -114,6 +128,8 @@ class CostModel:
         self._joint = _Fit(1e4, 1e4, 1e4, 1.0, 1e4, 1e4)
         self._seen = [0, 0]
         self._num_untimed = 0
+        self._surprises = [0, 0]
+        self._largest = COLD_TOKENS
         self._alike: list[tuple[Features, float]] = []
 
     @property
@@ -134,25 +150,37 @@ class CostModel:
         if not kind:
             self._observe_decode(decode, forward_ms)
             return
-        if self.is_fitted:
-            forward_ms = min(forward_ms, MAX_SURPRISE * self.predict_ms(shape))
+        if shape.decode_rows:
+            self._largest = max(self._largest, shape.prefill_tokens)
+        took_ms = forward_ms
+        if self._prefill.is_fitted and (self._decode.is_fitted or not shape.decode_rows):
+            took_ms = self._temper(kind, forward_ms, self.predict_ms(shape))
         if self._decode.is_fitted or not shape.decode_rows:
             base_ms = self._decode.predict(decode) if shape.decode_rows else 0.0
-            self._prefill.observe(prefill, max(0.0, forward_ms - base_ms), forward_ms)
+            self._prefill.observe(prefill, max(0.0, took_ms - base_ms), forward_ms)
         else:
-            self._joint.observe((*decode, *prefill[1:]), forward_ms, forward_ms)
+            self._joint.observe((*decode, *prefill[1:]), took_ms, forward_ms)
 
     def _observe_decode(self, decode: Features, forward_ms: float) -> None:
         if not self._decode.is_fitted:
             self._decode.observe(decode, forward_ms, forward_ms)
             return
-        self._alike.append((decode, min(forward_ms, MAX_SURPRISE * self._decode.predict(decode))))
+        self._alike.append((decode, self._temper(0, forward_ms, self._decode.predict(decode))))
         if len(self._alike) == LEARN_EVERY:
             features, took_ms = zip(*self._alike, strict=True)
             mean = tuple(sum(values) / LEARN_EVERY for values in zip(*features, strict=True))
             mean_ms = sum(took_ms) / LEARN_EVERY
             self._decode.observe(mean, mean_ms, mean_ms, LEARN_EVERY)
             self._alike.clear()
+
+    def _temper(self, kind: int, took_ms: float, expected_ms: float) -> float:
+        """Give what a step counts as having taken."""
+        if took_ms <= MAX_SURPRISE * expected_ms:
+            self._surprises[kind] = 0
+            return took_ms
+        self._surprises[kind] += 1
+        hiccup = expected_ms > 0.0 and self._surprises[kind] <= TREND
+        return MAX_SURPRISE * expected_ms if hiccup else took_ms
 
     def predict_ms(self, shape: StepShape) -> float:
         """Predict the duration of a step."""
@@ -192,11 +220,9 @@ class CostModel:
         square = per_read / 2e6
         if square > 0.0:
             tokens = (math.sqrt(linear * linear + 4.0 * square * spare_ms) - linear) / (2.0 * square)
-        elif linear > 0.0:
-            tokens = spare_ms / linear
         else:
-            return None
-        return max(MIN_CHUNK_TOKENS, int(tokens))
+            tokens = spare_ms / linear if linear > 0.0 else math.inf
+        return max(MIN_CHUNK_TOKENS, int(min(tokens, GROWTH * self._largest)))
 
 
 def _not_negative(known: Matrix, weights: Matrix) -> Matrix:

@@ -260,7 +260,8 @@ class Scheduler:
 
     def _gap_ratio(self, running: int) -> float:
         """How much longer prompts may make a step: the more of them wait for each request that runs, the longer."""
-        waiting = len(self.prefill.running) + min(len(self.prefill.ready), self.slots.num_free)
+        ready = 0 if self.prefill.blocked else min(len(self.prefill.ready), self.slots.num_free)
+        waiting = len(self.prefill.running) + ready
         return self.config.max_gap_ratio * min(MAX_PATIENCE, max(1.0, waiting / running))
 
     def _say(self, batch: Batch, result: StepResult, drawn: IntArray, positions: IntArray, stamp_ns: int) -> StepOutput:

@@ -1,8 +1,8 @@
 """Attention of prompts by batched products, a tile of queries at a time: the fast way on CPUs in bfloat16.
 
 A tile's scores are few enough to be written out, which torch's fused kernel avoids at the price of products that are
-several times slower where there is no matrix unit. A tile looks at no key behind its
-last query, and adds a mask only to the columns that some of its queries may not see.
+several times slower where there is no matrix unit. A tile looks at no key behind its last query, and adds a mask only
+to the columns that some of its queries may not see.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ from torch import Tensor
 
 _TILE_ROWS: Final = 384
 """Rows of scores per tile and key-value head. More fill the products better; fewer skip more of what a mask hides."""
+_TILE_SCORES: Final = 1 << 25
+"""Scores of a tile in all: they are written twice, 64 MiB each time."""
 
 
 @dataclass(slots=True)
@@ -46,17 +48,18 @@ class Tile:
         return self.masks[window]
 
 
-def cut_tiles(positions: Tensor, group: int, kv_len: int, page_size: int) -> list[Tile]:
+def cut_tiles(positions: Tensor, kv_heads: int, group: int, kv_len: int, page_size: int) -> list[Tile]:
     """Cut the places of a bucket into tiles.
 
     Args:
         positions: (num_rows, width) position of the query at each place, rising along a row.
+        kv_heads: key-value heads.
         group: query heads per key-value head.
         kv_len: keys there are.
         page_size: the keys of a tile end at a multiple of this.
     """
-    width = positions.shape[1]
-    step = max(1, _TILE_ROWS // group)
+    rows, width = positions.shape
+    step = max(1, min(_TILE_ROWS, _TILE_SCORES // (rows * kv_heads * kv_len)) // group)
     tiles = []
     for first in range(0, width, step):
         last = min(width, first + step)

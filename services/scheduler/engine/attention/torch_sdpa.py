@@ -4,9 +4,10 @@ It runs on every device and is the reference for the others; on a CPU it is also
 heads are folded into the query's length, so that a key is read once for all heads that share it.
 
 Decode rows go through two batched products; rows of prompts through the fused kernel, or in tiles where that is
-faster. Which way depends on the device alone, so no result depends on the rows beside it or on how much of a prompt
-was cached, but the ways round differently. In bfloat16 on a CPU, where the products of a few decode rows have a form of
-their own too, a few short ones go through the fused kernel: it is one call where the others are five.
+faster. The ways round differently, and which one rows of prompts take depends on the device alone, so that no result
+depends on how much of a prompt was cached. So it is with decode rows, except in bfloat16 on a CPU: a few short ones go
+through the fused kernel there, one call in place of five, and so how one rounds depends on those beside it, as it does
+in its linear layers (kernels/packed_linear.py).
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from services.scheduler.engine.attention.tiles import Tile, attend_in_tiles, cut
 from services.scheduler.engine.kvcache import KVCache
 
 _FEW_KEYS: Final = 768
-"""Keys of all decode rows together up to which the fused kernel is the faster one in bfloat16 on a CPU."""
+"""Keys of a bucket of decode rows, padding included, up to which the fused kernel is faster in bfloat16 on a CPU."""
 
 
 class TorchAttention:
@@ -190,7 +191,8 @@ class TorchPlan:
         elif bucket.batched:
             return _attend_batched(folded, k, v, bucket.mask(window, group, q.dtype), scale)
         elif bucket.tiled:
-            bucket.tiles = bucket.tiles or cut_tiles(bucket.q_positions, group, bucket.kv_len, cache.page_size)
+            size = (kv_heads, group, bucket.kv_len, cache.page_size)
+            bucket.tiles = bucket.tiles or cut_tiles(bucket.q_positions, *size)
             found = attend_in_tiles(folded, k, v, bucket.tiles, bucket.q_positions, scale=scale, window=window)
         else:
             mask = bucket.mask(window, group, q.dtype)

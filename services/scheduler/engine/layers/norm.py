@@ -48,7 +48,7 @@ class RMSNorm:
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
         """Weight and eps in float32, once the weight is there."""
-        return self.weight.tensor.float(), torch.full((), self.eps)
+        return self.weight.tensor.float(), torch.full((), self.eps, dtype=torch.float32)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x, of all ranks, to the residual stream, which is changed in place, and normalise it.

@@ -152,7 +152,10 @@ class Followers:
         answer.add_done_callback(tell)
         with self._news:
             self._news.wait_for(lambda: answer.done() or self._lost)
-        if not answer.done() or answer.exception() is not None:
+            failed = answer.done() and answer.exception() is not None
+            if failed and not isinstance(answer.exception(), ConfigError):  # maybe for a rank that has just ended
+                self._news.wait_for(lambda: self._lost, 2 * _STATUS_TIMEOUT_S)
+        if failed or not answer.done():
             self._raise_lost()
         return answer.result()
 
