@@ -11,10 +11,12 @@ import pytest
 from services.scheduler.core.batch import mask_words
 from services.scheduler.grammar import compiler as compiler_module
 from services.scheduler.grammar.compiler import GrammarCompiler, GrammarVocabulary
+from services.scheduler.grammar.tokens import _Tokens
 from services.scheduler.grammar.translate import translate
 from shared.errors import InvalidRequest, ServerFault
+from shared.model_files import EMBEDDED_NAME, locate
 from shared.sampling import Grammar
-from shared.vocab import byte_vocabulary
+from shared.vocab import BYTE_SPECIALS, byte_vocabulary, load_vocabulary
 from tests.scheduler.grammar.compiling import EOS, VOCAB, byte_compiler, compiled
 
 PERSON = {
@@ -239,3 +241,30 @@ def test_holes_and_empty_tokens_match_nothing() -> None:
     may = allowed(matcher, len(tokens))
     assert {259, 260} & may == set() and 261 in may and ord("<") in may
     compiler.close()
+
+
+@pytest.mark.parametrize("text", ["a<|end|>b", "<|end|>", "<|end|>x", "<|<|end|>"])
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "choice"])
+def test_a_forced_text_that_spells_a_control_token_stays_text(text: str, kind: str) -> None:
+    text = text.replace("<|end|>", BYTE_SPECIALS[0])
+    grammar, wanted = {
+        "json_schema": (schema({"const": text}), json.dumps(text)),
+        "regex": (Grammar("regex", re.escape(text)), text),
+        "choice": (Grammar("json_schema", json.dumps({"enum": [text]})), json.dumps(text)),
+    }[kind]
+    made = byte_compiler()
+    try:
+        matcher = compiled(made, grammar)
+        assert follow(matcher, wanted.encode()) and matcher.complete
+    finally:
+        made.close()
+
+
+def test_a_forced_text_is_spelled_with_whole_tokens_wherever_it_can_be() -> None:
+    vocabulary = load_vocabulary(locate(EMBEDDED_NAME))
+    tokens = _Tokens(vocabulary, len(vocabulary.tokens), 2)
+    for text in ("Hello there", "a<|im_end|>b", "<repo_name>", "<|im_start|><|im_end|> ü", "<<|im_end|>|im_end|>"):
+        found = tokens(text.encode())
+        assert b"".join(tokens.tokens[i] for i in found) == text.encode()
+        assert vocabulary.special_ids.isdisjoint(found) and len(found) < len(text)
+    assert tokens._by_longest(b"Hello there") == tokens(b"Hello there")
