@@ -1,6 +1,7 @@
 """Reads a request's body and headers within their bounds. Nothing here parses what a body means."""
 
 import asyncio
+import contextlib
 import math
 import re
 from typing import Final
@@ -12,6 +13,10 @@ from services.api.settings import ApiSettings
 from shared.errors import InvalidRequest, UnsupportedMedia
 
 RESUME: Final = "X-Millrace-Resume"
+_MAX_DRAINED: Final = 256 << 20
+_DRAIN_S: Final = 10.0
+"""What is read of a body that is too large, and thrown away: many clients look for an answer only when they have sent
+all of it, and would see a broken connection in place of the reason."""
 _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 
 
@@ -31,16 +36,39 @@ async def read_body(request: Request, settings: ApiSettings) -> bytes:
     if media != "application/json" and not media.endswith("+json"):
         raise UnsupportedMedia("the body must be JSON (Content-Type: application/json)", code="unsupported_media_type")
     length = headers.get("content-length", "0")
-    if not length.isdecimal() or len(length) > 18 or int(length) > settings.max_body_bytes:
+    if not length.isdecimal() or len(length) > 18:
+        raise too_large(settings.max_body_bytes)
+    if int(length) > settings.max_body_bytes:
+        if int(length) <= _MAX_DRAINED and "expect" not in headers:
+            await _drain(request)
         raise too_large(settings.max_body_bytes)
     try:
         async with asyncio.timeout(settings.body_timeout):
-            return await _collect(request, settings.max_body_bytes)
+            body = await _collect(request, settings.max_body_bytes)
     except TimeoutError as e:
         raise InvalidRequest("the body did not come in time", code="body_timeout") from e
+    if body is None:
+        await _drain(request)
+        raise too_large(settings.max_body_bytes)
+    return body
 
 
-async def _collect(request: Request, limit: int) -> bytes:
+async def _drain(request: Request) -> None:
+    """Read what is left of a body, as long as it does not take too long."""
+    left = _MAX_DRAINED
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while left > 0:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
+async def _collect(request: Request, limit: int) -> bytes | None:
+    """Read a body; None when it is larger."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -50,7 +78,7 @@ async def _collect(request: Request, limit: int) -> bytes:
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise too_large(limit)
+            return None
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

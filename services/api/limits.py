@@ -1,15 +1,17 @@
 """What the limits of API keys mean to this replica: what a request claims, how it is told, and what is given back.
 
 Owns the claims of the requests under way: it holds their places in the broker while they run, and settles them when
-they are over, at leisure: no client waits for that, and what is missed frees itself. Of a stream that goes on without
-its client it looks for the end, whoever brings that about, so that one replica alone settles it. The counting is the
-broker's (`shared/broker/limits.py`), so that all replicas share it.
+they are over. An answer that is about to end is told so only once its place is free, so that its client may ask again at
+once; whatever else is over, and what the broker did not take then, is settled at leisure, and what is missed frees
+itself. Of a stream that goes on without its client it looks for the end, whoever brings that about, so that one replica
+alone settles it. The counting is the broker's (`shared/broker/limits.py`), so that all replicas share it.
 """
 
 import asyncio
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,6 +41,8 @@ _LATE_S: Final = SLOT_TTL_MS / 1000 - _HOLD_S - 1
 """A place that frees itself sooner than this was not held when it was time: its replica is most likely dead."""
 _LOOK_S: Final = 0.5
 """How often the logs of streams that go on without their clients are looked at."""
+_FREE_S: Final = 1.0
+"""How long the end of an answer waits for a broker that does not say that its place is free."""
 _HOLD_CAP: Final = 2_000
 _BATCH: Final = 256
 _CAP: Final = 100_000
@@ -70,6 +74,11 @@ def make_claim(job: Job) -> Claim | None:
 
 def _guess_prompt(job: Job) -> int:
     return math.ceil(job.cost_bytes / BYTES_PER_TOKEN)
+
+
+def _used(exchange: Exchange) -> int:
+    prompt, _, completion = count_usage(exchange)
+    return prompt + completion if exchange.job.purpose == "generate" else 0
 
 
 def refuse(claim: Claim, opened: Opened) -> KeyLimited:
@@ -159,6 +168,8 @@ class LimitKeeper:
         self._wake = asyncio.Event()
         self._held_at = time.monotonic()
         self._looked_at = self._held_at
+        self._held_last = asyncio.Event()
+        self._held_last.set()
 
     def enter(self, claim: Claim) -> None:
         """Hold the place of a request that was opened, or may have been."""
@@ -170,13 +181,52 @@ class LimitKeeper:
         claim = self._held.get(job.uids[0])
         if claim is None:
             return
-        prompt, _, completion = count_usage(exchange)
         if exchange.goes_on:
             said = {choice.uid: choice.said for choice in exchange.choices}
-            self._left[claim.id] = _Left(claim, prompt or _guess_prompt(job), said)
+            self._left[claim.id] = _Left(claim, count_usage(exchange)[0] or _guess_prompt(job), said)
             self._wake.set()
             return
-        self._settle(claim, prompt + completion if job.purpose == "generate" else 0)
+        self._settle(claim, _used(exchange))
+        self._wake.set()
+
+    async def free(self, exchange: Exchange) -> None:
+        """Free the place of a request that is over, and give back what it did not use, before its client is told.
+
+        Nothing is asked of the broker where the key has no limits, or another reader of the stream was faster. While
+        the broker does not answer `run` has to do it.
+        """
+        claim = self._held.get(exchange.job.uids[0])
+        if claim is None:
+            return
+        self._left.pop(claim.id, None)
+        self._settle(claim, _used(exchange))
+        await self._settle_now(claim.id)
+
+    async def free_left(self, stream: str) -> None:
+        """Free the place of a stream that went on without its client, and was just ended here."""
+        left = self._left.get(stream)
+        if left is not None:
+            try:
+                await self._look([left])
+            except BrokerError:
+                return
+            await self._settle_now(stream)
+
+    async def _settle_now(self, claim_id: str) -> None:
+        if claim_id not in self._settled:
+            return
+        claim, used = self._settled[claim_id]
+        try:
+            async with asyncio.timeout(_FREE_S):
+                await self._held_last.wait()  # what is being held now must not come after it
+                await self._broker.run(settle(self._broker.keys, claim, used))
+        except (TimeoutError, BrokerError) as e:
+            log.debug("the end of an answer did not wait for its place: %s", e)
+        else:
+            self._settled.pop(claim_id, None)
+        finally:
+            if self._settled:
+                self._wake.set()
 
     def look_soon(self) -> None:
         """Look for the end of streams that go on without their clients: one has just come to it here."""
@@ -188,7 +238,6 @@ class LimitKeeper:
         self._held.pop(claim.id, None)
         if len(self._settled) < _CAP:
             self._settled[claim.id] = claim, used
-        self._wake.set()
 
     async def run(self) -> None:
         """Work for ever."""
@@ -219,24 +268,27 @@ class LimitKeeper:
         """
         if self._left and time.monotonic() - self._looked_at >= _LOOK_S:
             self._looked_at = time.monotonic()
-            await self._look()
+            await self._look(list(self._left.values()))
         keys = self._broker.keys
         batch = list(self._settled.items())[:_BATCH]
         calls: list[Call[Any]] = [settle(keys, claim, used) for _, (claim, used) in batch]
         now = time.monotonic()
         if due := now - self._held_at >= _HOLD_S:
             calls += self._holds()
-        await self._broker.run_many(calls)
+            self._held_last.clear()
+        try:
+            await self._broker.run_many(calls)
+        finally:
+            self._held_last.set()
         if due:
             self._held_at = now
         for claim_id, _ in batch:
-            del self._settled[claim_id]
+            self._settled.pop(claim_id, None)
         if not (self._settled or (self._left and not self._looked_at)):
             self._wake.clear()
 
-    async def _look(self) -> None:
-        """Find the streams that have ended since their clients left."""
-        left = list(self._left.values())
+    async def _look(self, left: Sequence[_Left]) -> None:
+        """Find those streams that have ended since their clients left."""
         uids = [uid for one in left for uid in one.said]
         lasts: list[LogId] = []
         for at in range(0, len(uids), _BATCH):
@@ -244,8 +296,7 @@ class LimitKeeper:
             lasts += await self._broker.run_many([last_id(self._broker.keys, uid) for uid in batch])
         at = 0
         for one in left:
-            if one.is_over(lasts[at : at + len(one.said)]):
-                del self._left[one.claim.id]
+            if one.is_over(lasts[at : at + len(one.said)]) and self._left.pop(one.claim.id, None) is not None:
                 self._settle(one.claim, one.prompt + sum(one.said.values()))
             at += len(one.said)
 

@@ -203,6 +203,14 @@ class Replies:
             self._repair.start(choice)  # the log tells what its entry is; a second look decides
 
 
+def is_over(exchange: Exchange) -> bool:
+    """Whether the request of an answer that is about to end is over with it, for all who might read it."""
+    if not exchange.goes_on:
+        return True
+    failure, error = exchange.failure, exchange.first_error()
+    return error is not None and (failure is None or failure.code not in _ENDS_HERE)
+
+
 def follows(choice: Choice, prev: LogId) -> bool:
     """Whether a delta whose predecessor is `prev` continues what the client was told.
 

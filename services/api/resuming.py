@@ -53,7 +53,7 @@ class ResumableResponse(GenerationResponse):
         if exchange.gone:
             return
         if error is not None and (form.astray or (self._position is None and not exchange.started)):
-            await self._refuse(error, scope, receive, send)
+            await self._refuse(exchange, error, scope, receive, send)
             return
         exchange.announced = True
         name = exchange.job.response_id.encode()
@@ -68,6 +68,8 @@ class ResumableResponse(GenerationResponse):
                 self._service.metrics.error(error)
                 out += form.error(error, final=exchange.failure is None and not form.astray)
             ended = ended or error is not None
+            if ended:
+                await self._service.free(exchange)
             if out or ended:
                 await self._write(exchange, send, out, more=not ended)
             if ended or exchange.gone:

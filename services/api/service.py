@@ -23,7 +23,7 @@ from services.api.limits import KeyLimited, LimitKeeper, make_claim
 from services.api.metrics import ApiMetrics
 from services.api.readers import Readers
 from services.api.repair import SWEEP_S, Repair
-from services.api.replies import Replies
+from services.api.replies import Replies, is_over
 from services.api.settings import ApiSettings
 from shared.broker.backoff import Backoff, Outage
 from shared.broker.connection import AsyncBroker
@@ -167,6 +167,11 @@ class ApiService:
             exchange.fail(to_body(e))
             raise
         self.metrics.open.observe(time.monotonic() - began)
+
+    async def free(self, exchange: Exchange) -> None:
+        """Free what a request has of its key's limits, before its client can have read the end of its answer."""
+        if self.fleet.connected and is_over(exchange):
+            await self.limits.free(exchange)
 
     def leave(self, exchange: Exchange) -> None:
         """Leave nothing of a request behind, and write it into the books."""

@@ -90,7 +90,7 @@ class GenerationResponse(Response):
         if exchange.gone:
             return
         if error is not None:
-            await self._refuse(error, scope, receive, send)
+            await self._refuse(exchange, error, scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         out = form.begin()
@@ -103,6 +103,8 @@ class GenerationResponse(Response):
                 out += form.error(error)
             elif ended:
                 out += form.end()
+            if ended:
+                await self._service.free(exchange)
             if out:
                 await self._write(exchange, send, out, more=not ended)
             if ended or exchange.gone:
@@ -159,14 +161,16 @@ class GenerationResponse(Response):
                 self._service.replies.catch_up(exchange)
         error = exchange.first_error()
         if error is not None:
-            await self._refuse(error, scope, receive, send)
+            await self._refuse(exchange, error, scope, receive, send)
             return
         body = make_format(exchange, self._service.fingerprint(exchange.job.model)).whole(logprobs)
+        await self._service.free(exchange)
         await Response(body, 200, media_type="application/json")(scope, receive, send)
 
-    async def _refuse(self, error: ErrorBody, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, exchange: Exchange, error: ErrorBody, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error alone: nothing was written yet."""
         self._service.metrics.error(error)
+        await self._service.free(exchange)
         await error_response(EndedWithError(error))(scope, receive, send)
 
 

@@ -5,6 +5,7 @@ names of the settings, not what they do.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -79,11 +80,16 @@ def with_flags(message: str, variables: Iterable[str], argv: Sequence[str]) -> s
     """
     typed = {word.partition("=")[0] for word in argv}
     aliases = {"--tensor-parallel-size": "--tp", "--api-keys": "--api-key", "--kernel-cache-dir": "--cache-dir"}
+    names = {}
     for variable in variables:
         flag = f"--{variable.removeprefix(ENV_PREFIX).lower().replace('_', '-')}"
         shown = flag if flag in typed else aliases.get(flag, flag)
-        message = "; ".join(
-            f"{shown} ({variable}){part.removeprefix(variable)}" if part.startswith(f"{variable}:") else part
-            for part in message.split("; ")
-        )
+        names[variable] = f"{shown} ({variable})"
+    return renamed(message, names)
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """Call the variables that a ConfigError names as in `names` (variable -> name)."""
+    for variable, name in names.items():
+        message = re.sub(rf"(^|[:;] ){re.escape(variable)}(?=:)", lambda found: found[1] + name, message)  # noqa: B023
     return message

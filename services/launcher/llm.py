@@ -11,15 +11,24 @@ answers printed by the detokenizer's, so the text is that of a served request wi
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 import msgspec
 from tqdm import tqdm
 
 from services.detokenizer.state import Texts
+from services.launcher.asked import (
+    OneConversation,
+    OnePrompt,
+    SamplingParams,
+    per_prompt,
+    read_conversations,
+    read_prompts,
+)
+from services.launcher.hints import renamed
 from services.launcher.offline import Answer, OfflineLink
 from services.scheduler import service
 from services.scheduler.core.batch import PositionLogprobs, RowLogprobs
@@ -34,34 +43,14 @@ from shared import sampling
 from shared.errors import ConfigError, InvalidRequest, MillraceError, RequestError
 from shared.ids import new_uid
 from shared.messages import ErrorBody, FinishReason, GenerateRequest, Prompt, ReplyHeader, TokenizeRequest
-from shared.settings import load
+from shared.settings import ENV_PREFIX, load
 from shared.vocab import load_vocabulary
 
 __all__ = ["LLM", "Generation", "SamplingParams", "Usage"]
 
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-OnePrompt: TypeAlias = str | Sequence[int]
-
-MAX_STOP: Final = 16
 _ENCODE_AT_ONCE: Final = 256
 _WIRE_FIELDS: Final = frozenset(sampling.SamplingParams.__struct_fields__)
 _ALIASES: Final = {"tp": "tensor_parallel_size"}
-
-
-class SamplingParams(sampling.SamplingParams, kw_only=True, array_like=True, frozen=True):
-    """How answers are drawn: the parameters of the wire, and those that the other services look after.
-
-    Attributes:
-        seed: None takes a new one for each answer.
-        stop: texts that end the answer, at most 16.
-        include_stop: the text that ended the answer is part of it.
-        skip_special: control tokens print nothing.
-    """
-
-    seed: int | None = None  # type: ignore[assignment]
-    stop: str | Sequence[str] = ()
-    include_stop: bool = False
-    skip_special: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +98,20 @@ class LLM:
                 `tp` is short for `tensor_parallel_size`. They are stronger than `MILLRACE_` variables.
 
         Raises:
-            ConfigError: the model cannot be served as asked, or a flag is not known.
+            ConfigError: the model cannot be served as asked, or a flag is not known; a bad flag is called by its name
+                here, and a bad variable by its own.
         """
+        names = {f"{ENV_PREFIX}{_ALIASES.get(name, name).upper()}": name for name in ("model", *flags)}
         flags = {_ALIASES.get(name, name): value for name, value in flags.items()}
         if unknown := sorted(flags.keys() - SchedulerSettings.model_fields.keys()):
             raise ConfigError(f"{unknown[0]}: no setting of a scheduler has this name")
-        settings = load(SchedulerSettings, {"model": model, **flags})
-        files = service.find_files(settings)
+        try:
+            settings = load(SchedulerSettings, {"model": model, **flags})
+            files = service.find_files(settings)
+            self._engine = service.build(settings)
+        except ConfigError as e:
+            raise ConfigError(renamed(str(e), names)) from e
         self._is_closed = False
-        self._engine = service.build(settings)
         limits = self._engine.limits
         vocabulary = load_vocabulary(files)
         self._encoder = PromptEncoder(vocabulary, ChatTemplate(files))
@@ -146,7 +140,7 @@ class LLM:
 
         Args:
             prompts: one or several; a text, or token ids that are taken as they are.
-            params: for all, or one for each.
+            params: for all, or one for each; without them answers have 16 tokens at most.
             progress: show a bar; None shows it on a terminal.
 
         Returns:
@@ -155,21 +149,23 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or a parameter is not valid; nothing was computed.
         """
-        return self._answer([_as_prompt(prompt) for prompt in _as_list(prompts)], params, progress)
+        return self._answer(read_prompts(prompts), params, progress)
 
     def chat(
         self,
-        conversations: Messages | Sequence[Messages],
+        conversations: OneConversation | Sequence[OneConversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
     ) -> list[Generation]:
-        """Answer conversations, which the model's chat template makes prompts of. Otherwise as `generate`."""
-        several: list[Any] = list(conversations)
-        if several and isinstance(several[0], Mapping):
-            several = [several]
-        prompts = [Prompt(messages=[dict(message) for message in each]) for each in several]
-        return self._answer(prompts, params, progress)
+        """Answer conversations, which the model's chat template makes prompts of. Otherwise as `generate`.
+
+        Args:
+            conversations: one or several; a list of messages, or a text, which is one message of a user.
+            params: see `generate`.
+            progress: see `generate`.
+        """
+        return self._answer(read_conversations(conversations), params, progress)
 
     def close(self) -> None:
         """Give the device back."""
@@ -190,7 +186,7 @@ class LLM:
     ) -> list[Generation]:
         if self._is_closed:
             raise MillraceError("this model is closed")
-        each = _per_prompt(params, len(prompts))
+        each = per_prompt(params, len(prompts))
         answers = self._prepare(prompts, each)
         # Long ones first: what is left at the end is then short, and steps stay full.
         order = sorted(answers, key=lambda answer: -(answer.request.params.max_tokens or 0))
@@ -238,52 +234,6 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0  # no thread that watches the bar: it would outlive the call
 
 
-def _as_list(prompts: OnePrompt | Sequence[OnePrompt]) -> list[OnePrompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    several: list[Any] = list(prompts)
-    return [several] if several and isinstance(several[0], int) else several
-
-
-def _as_prompt(prompt: OnePrompt) -> Prompt:
-    return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=list(prompt))
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        each: Sequence[SamplingParams] = [params or SamplingParams()] * count
-    else:
-        each = params
-        if len(each) != count:
-            raise InvalidRequest(f"{count} prompts cannot use {len(each)} sets of parameters", param="params")
-    for one in {id(one): one for one in each}.values():
-        _check(one)
-    return each
-
-
-def _check(params: SamplingParams) -> None:
-    """Refuse what the api would refuse."""
-    for name, (low, high) in sampling.BOUNDS.items():
-        value = getattr(params, name)
-        for number in value.values() if isinstance(value, dict) else (value,):
-            if not low <= number <= high:
-                raise InvalidRequest(f"{name} is {number}; from {low} to {high} is allowed", param=name)
-    for name, least in (("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
-        number = getattr(params, name)
-        if number is not None and number < least:
-            raise InvalidRequest(f"{name} is {number}; at least {least} is needed", param=name)
-    for name in ("logprobs", "prompt_logprobs"):
-        number = getattr(params, name)
-        if number is not None and not 0 <= number <= sampling.MAX_LOGPROBS:
-            raise InvalidRequest(f"{name} is {number}; from 0 to {sampling.MAX_LOGPROBS} is allowed", param=name)
-    if len(_stops(params)) > MAX_STOP:
-        raise InvalidRequest(f"stop has more than {MAX_STOP} texts", param="stop")
-
-
-def _stops(params: SamplingParams) -> list[str]:
-    return [params.stop] if isinstance(params.stop, str) else list(params.stop)
-
-
 def _request(prompt: Prompt, params: SamplingParams) -> TokenizeRequest:
     fields = {name: value for name, value in msgspec.structs.asdict(params).items() if name in _WIRE_FIELDS}
     seed = secrets.randbits(62) if params.seed is None else params.seed
@@ -292,7 +242,7 @@ def _request(prompt: Prompt, params: SamplingParams) -> TokenizeRequest:
 
 
 def _header(params: SamplingParams) -> ReplyHeader:
-    return ReplyHeader("", _stops(params), params.include_stop, params.skip_special)
+    return ReplyHeader("", params.stops, params.include_stop, params.skip_special)
 
 
 def _generation(answer: Answer, params: SamplingParams) -> Generation:

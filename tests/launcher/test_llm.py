@@ -84,6 +84,12 @@ def test_more_prompts_than_pages_all_get_their_answers(fake: LLM) -> None:
         (["a", "b"], [SamplingParams()], "2 prompts cannot use 1"),
         (["a", [5000]], None, "prompt 1: token id 5000"),
         (["a" * 100_000], None, "prompt 0: .*maximum context length"),
+        (["a"], SamplingParams(stop=5), "stop: Expected `str | array`, got `int`"),  # type: ignore[arg-type]
+        (["a"], SamplingParams(max_tokens="5"), "max_tokens: Expected `int"),  # type: ignore[arg-type]
+        (["a"], {"max_tokens": 5}, "params: must be SamplingParams"),
+        ([None], None, "prompts: each must be a text"),
+        ([[1, "a"]], None, "prompts: each must be a text"),
+        (5, None, "prompts: each must be a text"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(
@@ -98,8 +104,41 @@ def test_what_cannot_be_is_refused_before_anything_runs(
 def test_an_unknown_flag_is_named() -> None:
     with pytest.raises(ConfigError, match="num_pagse"):
         LLM("bytes", engine="fake", num_pagse=3)
-    with pytest.raises(ConfigError, match="MILLRACE_NUM_PAGES"):
-        LLM("bytes", engine="fake", num_pages="many")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"num_pages": -1}, "^num_pages: '-1': Input"),
+        ({"model": 5, "dtype": "float99"}, "^model: '5': .*; dtype: 'float99': Input"),
+        ({"tp": 2}, "^tp: the fake engine"),
+        ({}, "^MILLRACE_DTYPE: 'float98': Input"),
+    ],
+)
+def test_a_bad_argument_is_called_by_its_name(
+    flags: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not flags:
+        monkeypatch.setenv("MILLRACE_DTYPE", "float98")
+    with pytest.raises(ConfigError, match=words):
+        LLM(**{"engine": "fake", **flags})  # type: ignore[arg-type]
+
+
+def test_an_answer_without_parameters_is_short(fake: LLM) -> None:
+    answers = fake.generate(["", "a"])
+    assert [len(answer.token_ids) for answer in answers] == [16, 16]
+    rest = fake.generate([list(b"a" * (fake.limits.max_seq_len - 20))], SamplingParams(max_tokens=None))
+    assert len(rest[0].token_ids) == 20
+
+
+def test_a_text_is_a_conversation_of_one_message(fake: LLM) -> None:
+    for given in ("hi", ["hi"], [{"role": "user", "content": "hi"}]):
+        (answer,) = fake.chat(given, SamplingParams(max_tokens=2, seed=1))
+        (same,) = fake.chat([[{"role": "user", "content": "hi"}]], SamplingParams(max_tokens=2, seed=1))
+        assert (answer.prompt_ids, answer.token_ids) == (same.prompt_ids, same.token_ids)
+    for bad in (5, {"role": "user"}, [["hi"]], [None]):
+        with pytest.raises(InvalidRequest, match="conversations: each must be a text or a list of messages"):
+            fake.chat(bad)  # type: ignore[arg-type]
 
 
 def test_an_interrupt_leaves_nothing_behind(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

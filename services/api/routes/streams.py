@@ -74,5 +74,5 @@ async def cancel(response: str, request: Request) -> Response:
     job = await _attach(request, response)
     service: ApiService = request.app.state.service
     await service.readers.cancel(job)
-    service.limits.look_soon()
+    await service.limits.free_left(job.uids[0])
     return Response(status_code=204)

@@ -37,9 +37,10 @@ class TokenizerResponse(GenerationResponse):
             await exchange.take()
         error = exchange.first_error()
         if error is not None:
-            await self._refuse(error, scope, receive, send)
+            await self._refuse(exchange, error, scope, receive, send)
         elif not exchange.gone:
             limit = self._service.fleet.load(exchange.job.model).max_seq_len
+            await self._service.free(exchange)
             await Response(make_body(exchange, limit), 200, media_type="application/json")(scope, receive, send)
 
 
