@@ -127,8 +127,8 @@ def test_a_bad_argument_is_called_by_its_name(
 def test_an_answer_without_parameters_is_short(fake: LLM) -> None:
     answers = fake.generate(["", "a"])
     assert [len(answer.token_ids) for answer in answers] == [16, 16]
-    rest = fake.generate([list(b"a" * (fake.limits.max_seq_len - 20))], SamplingParams(max_tokens=None))
-    assert len(rest[0].token_ids) == 20
+    with LLM("bytes", engine="fake", fake_step_ms=0.0, max_seq_len=100) as small:
+        assert len(small.generate("a" * 60, SamplingParams(max_tokens=None))[0].token_ids) == 40
 
 
 def test_a_text_is_a_conversation_of_one_message(fake: LLM) -> None:
