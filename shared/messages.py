@@ -71,6 +71,7 @@ class TokenizeRequest(Message, tag="tokenize", frozen=True):
     traceparent: str = ""
     purpose: Purpose = "generate"
     add_special: bool = True
+    default_limit: bool = False
 
 
 class GenerateRequest(Message, tag="generate", frozen=True):

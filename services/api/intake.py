@@ -195,6 +195,7 @@ def _job(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         returns_ids=bool(body.return_token_ids),
+        default_limit=body.max_tokens is None and body.max_completion_tokens is None,
     )
 
 

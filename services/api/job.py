@@ -48,6 +48,7 @@ class Job:
         outline: what is taken out of the text of its answers, or None.
         returns_ids: token ids are part of the answer.
         add_special: texts begin with the tokens that every prompt begins with; only /tokenize can say no.
+        default_limit: `max_tokens` is a default of ours, which gives way where less than that has room.
         wants_texts: /tokenize gives the text of every token.
         cost_bytes: what the request weighs while it is unfinished (its body).
         limits: of its API key.
@@ -76,6 +77,7 @@ class Job:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special: bool = True
+    default_limit: bool = False
     wants_texts: bool = False
     cost_bytes: int = 0
     request_id: str = ""

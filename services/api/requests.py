@@ -35,6 +35,7 @@ def make_request(job: Job, choices: Sequence[Choice]) -> TokenizeRequest:
         traceparent=job.traceparent,
         purpose=job.purpose,
         add_special=job.add_special,
+        default_limit=job.default_limit,
     )
 
 

@@ -162,7 +162,7 @@ class PromptEncoder:
         return Delta(0, [], "", finish="stop", prompt_tokens=len(ids), prompt=tokens)
 
     def _fit(self, request: TokenizeRequest, ids: list[int], max_seq_len: int) -> tuple[list[int], SamplingParams]:
-        """Check that prompt and answer have room; an answer without a limit gets all that is left."""
+        """Check that prompt and answer have room; an answer without a limit of its own gets no more than is left."""
         param = "messages" if request.prompts[0].messages is not None else "prompt"
         if not ids:
             raise InvalidRequest("the prompt is empty, and the model has no token to start with", param=param)
@@ -170,6 +170,8 @@ class PromptEncoder:
         if room <= 0:
             raise ContextLengthExceeded(_too_long(max_seq_len, str(len(ids))), param=param)
         asked = request.params.max_tokens
+        if asked is not None and request.default_limit:
+            asked = min(asked, room)
         if asked is not None and asked > room:
             message = (
                 f"This model's maximum context length is {max_seq_len} tokens. However, you requested "

@@ -116,6 +116,14 @@ def test_an_answer_without_a_limit_gets_the_room_that_is_left(encoder: PromptEnc
     assert error_of(encoder, make_request("hi", max_tokens=None, params={"min_tokens": LIMIT})).param == "min_tokens"
 
 
+def test_a_default_limit_gives_way(encoder: PromptEncoder) -> None:
+    for num, left in ((LIMIT - 7, 7), (LIMIT - 16, 16), (10, 16)):
+        (answer,) = encoder.encode([make_request(" hello" * num, max_tokens=16, default_limit=True)], LIMIT)
+        assert isinstance(answer, Encoded) and answer.requests[0].params.max_tokens == left
+    full = make_request(" hello" * LIMIT, max_tokens=16, default_limit=True)
+    assert error_of(encoder, full).code == "context_length_exceeded"
+
+
 def test_prompts_without_a_token_start_a_document(encoder: PromptEncoder) -> None:
     assert ids_of(encoder, make_request("")) == [[0]]
     assert ids_of(encoder, make_request("\x04")) == [[0]]  # a character this vocabulary has no token for
