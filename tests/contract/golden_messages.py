@@ -94,6 +94,7 @@ SAMPLES: list[msgspec.Struct] = [
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         purpose="tokenize",
         add_special=False,
+        default_limit=True,
     ),
     GenerateRequest(
         uid=UID,
