@@ -89,7 +89,13 @@ def with_flags(message: str, variables: Iterable[str], argv: Sequence[str]) -> s
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
-    """Call the variables that a ConfigError names as in `names` (variable -> name)."""
+    """Call settings as in `names` (variable -> name).
+
+    A ConfigError names a setting at the begin of a clause: `MILLRACE_DTYPE: ...`, or, where an engine refuses it,
+    `dtype 'float16' ...`.
+    """
     for variable, name in names.items():
-        message = re.sub(rf"(^|[:;] ){re.escape(variable)}(?=:)", lambda found: found[1] + name, message)  # noqa: B023
+        words = variable.removeprefix(ENV_PREFIX).lower().replace("_", "[_ ]")
+        pattern = rf"(^|[:;] )(?:{variable}(?=:)|{words}(?= (?:'|is |-?\d)))"
+        message = re.sub(pattern, lambda found, name=name: found[1] + name, message, count=1)  # type: ignore[misc]
     return message

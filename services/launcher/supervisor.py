@@ -13,6 +13,7 @@ from typing import Final
 
 from services.launcher.processes import Child, Spec, describe_exit
 from services.launcher.run_files import RunFiles
+from shared.errors import ConfigError
 
 STOP_ORDER: Final = ("api", "tokenizer", "scheduler", "detokenizer", "redis")
 """Against the stream: first nobody asks any more, then nobody produces, then nobody carries."""
@@ -71,11 +72,16 @@ class Supervisor:
             self._stop_signals.remove(signal.SIGHUP)
         self._announced = False
         self._hopeless = ""
+        self._is_misset = False
         self._told_to_stop_s = 0.0
         self._progress = Progress()
 
     def run(self) -> int:
-        """Serve until told to stop; give the exit code (0: everything ended by itself)."""
+        """Serve until told to stop; give the exit code (0: everything ended by itself).
+
+        Raises:
+            ConfigError: an instance ended with one of the fatal codes before it ever served; says why. All have ended.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, {*self._stop_signals, signal.SIGCHLD})
         try:
             for child in self._children:
@@ -89,6 +95,8 @@ class Supervisor:
                     return self._stop(quick=stop == signal.SIGINT)
                 if not self._revive():
                     self._stop(quick=True)
+                    if self._is_misset:
+                        raise ConfigError(self._hopeless)
                     say(self._hopeless)
                     return EXIT_BAD_START
                 self._look()
@@ -148,6 +156,7 @@ class Supervisor:
             reason = child.reason()
             say(f"{name} cannot start ({how}); see its last lines above")
             self._hopeless = f"the start failed: {name}: {reason or how}"
+            self._is_misset = status in self._fatal_codes
             return True
         say(f"{name} ended ({how}); starting it again")
         return False

@@ -61,6 +61,6 @@ def test_a_size_that_does_not_divide_stops_the_start(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=90, cwd=ROOT, env=clean
     )
-    assert done.returncode != 0
-    assert "tensor_parallel_size 2 does not divide the model's 9 query heads" in done.stderr
+    assert done.returncode == 2
+    assert "--tp (MILLRACE_TENSOR_PARALLEL_SIZE) 2 does not divide the model's 9 query heads" in done.stderr
     assert "is ready" not in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.launcher.processes import Spec, http_probe
 from services.launcher.run_files import RunFiles
-from services.launcher.supervisor import Supervisor
+from services.launcher.supervisor import Supervisor, say
 from shared.errors import ConfigError
 
 
@@ -27,11 +27,7 @@ def main() -> int:
         )
         for instance, arguments in json.load(sys.stdin)
     ]
-    try:
-        files = RunFiles(Path(sys.argv[1]))
-    except ConfigError as e:
-        print(e, file=sys.stderr)
-        return 2
+    files = RunFiles(Path(sys.argv[1]))
     try:
         ready = lambda: print("ready", flush=True)  # noqa: E731
         return Supervisor(specs, files, ready, drain_timeout_s=float(sys.argv[2]), fatal_codes=frozenset({2})).run()
@@ -40,4 +36,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ConfigError as e:
+        say(str(e))
+        sys.exit(2)

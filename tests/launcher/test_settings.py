@@ -140,6 +140,25 @@ def test_a_bad_flag_is_named_as_it_was_typed(argv: list[str], words: str, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            "tensor_parallel_size 7 does not divide 9 heads; it would by 3",
+            "--tp (MILLRACE_TENSOR_PARALLEL_SIZE) 7 does",
+        ),
+        ("device 'cuda' was asked for", "--device (MILLRACE_DEVICE) 'cuda' was asked for"),
+        ("MILLRACE_DEVICE: 'gpu': device 'gpu' is not", "--device (MILLRACE_DEVICE): 'gpu': device 'gpu' is not"),
+        ("dtype 'float16' is not supported", "dtype 'float16' is not supported"),
+        ("device memory is full", "device memory is full"),
+    ],
+)
+def test_a_flag_that_a_service_refuses_is_named_as_it_was_typed(message: str, words: str) -> None:
+    argv = ["--tp", "7", "--device=cuda"]
+    named = hints.with_flags(f"the start failed: scheduler-0: {message}", parse(argv)[1], argv)
+    assert named.startswith(f"the start failed: scheduler-0: {words}")
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--scheduler", "2"], "did you mean --schedulers?"),

@@ -258,7 +258,7 @@ def test_what_an_instance_started_ends_with_it(start: Start, tmp_path: Path) -> 
 
 def test_a_bad_setting_stops_the_start(start: Start) -> None:
     launch = start({"api-0": [], "scheduler-0": ["--exit", "2"]})
-    assert launch.process.wait(15) == 1
+    assert launch.process.wait(15) == 2
     errors = launch.errors()
     assert "scheduler-0 cannot start (exit code 2)" in errors
     assert "stand-in: MILLRACE_SOMETHING: is bad" in errors
