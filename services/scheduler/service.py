@@ -135,7 +135,7 @@ class SchedulerService:
             base,
             beat=base.beat + progress,
             fingerprint=limits.fingerprint,
-            max_seq_len=limits.max_seq_len,
+            max_seq_len=min(limits.max_seq_len, limits.num_pages * limits.page_size),
             max_running=limits.max_running,
             free_pages=limits.num_pages,
             num_pages=limits.num_pages,

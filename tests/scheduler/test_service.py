@@ -68,6 +68,15 @@ def test_answers_and_ends_cleanly(front: Front, start: Start) -> None:
     assert engine not in front.beats()
 
 
+def test_tells_how_much_it_can_hold(front: Front, start: Start) -> None:
+    """Of a request: the model's context, or all its pages where those are fewer."""
+    held = [
+        front.beats()[start(f"s{i}", num_pages=pages, page_size=16, max_seq_len=200).ready(front)].max_seq_len
+        for i, pages in enumerate((5, 100))
+    ]
+    assert held == [80, 200]
+
+
 def test_a_killed_engine_is_taken_over_by_a_survivor(front: Front, start: Start) -> None:
     first, second = start("s0", fake_step_ms=5, max_running_requests=8), start("s1", fake_step_ms=5)
     dead, survivor = first.ready(front), second.ready(front)
