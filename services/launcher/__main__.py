@@ -10,7 +10,7 @@ from typing import Final
 from services.launcher import dead, hints, shell, warmup
 from services.launcher.deaths import Deaths
 from services.launcher.defaults import Plan, model_variables, plan
-from services.launcher.joining import GIVEN_BROKER, running_broker
+from services.launcher.joining import GIVEN_BROKER, needed_broker, running_broker
 from services.launcher.redis_server import own_redis
 from services.launcher.run_files import RunFiles
 from services.launcher.settings import LauncherSettings, parse, settings_fields
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
             return warmup.run(load(SchedulerSettings))
         settings = load(LauncherSettings)
         if args.command == "dead":
-            return dead.run(running_broker(settings), args)
+            return dead.run(needed_broker(settings), args)
         return talk(settings, argv[1:]) if args.command == "shell" else serve(settings)
     except ConfigError as e:
         say(hints.with_flags(str(e), variables, argv))

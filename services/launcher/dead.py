@@ -63,7 +63,7 @@ def _list(letters: Letters) -> int:
                 (entry_id, _when(letter), letter.source, f"tries {letter.tries}", holds, letter.uid, letter.reason)
             )
         )
-    print(f"{len(letters)} letters")
+    print(f"{len(letters)} {'letter' if len(letters) == 1 else 'letters'}")
     return 0
 
 

@@ -4,6 +4,7 @@ from typing import Final
 
 from services.launcher.run_files import read_ports
 from services.launcher.settings import LauncherSettings
+from shared.errors import Unavailable
 from shared.settings import load
 
 GIVEN_BROKER: Final = {"redis_url", "redis_username", "redis_password", "redis_password_file", "redis_ca_file"}
@@ -16,6 +17,21 @@ def running_broker(settings: LauncherSettings) -> LauncherSettings:
     if port is None or settings.model_fields_set & GIVEN_BROKER:
         return settings
     return load(LauncherSettings, {"redis_url": redis_url(port)})
+
+
+def needed_broker(settings: LauncherSettings) -> LauncherSettings:
+    """Give settings that reach the broker of services that run already; otherwise as `running_broker`.
+
+    Raises:
+        Unavailable: no launcher runs in the folder, and no broker is given. A Redis that nobody has named is not tried.
+    """
+    joined = running_broker(settings)
+    if joined is settings and not settings.model_fields_set & GIVEN_BROKER:
+        raise Unavailable(
+            f"no launcher runs in {settings.run_dir} (--run-dir names another folder, --redis-url or "
+            f"MILLRACE_REDIS_URL a broker)"
+        )
+    return joined
 
 
 def redis_url(port: int) -> str:

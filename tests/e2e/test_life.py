@@ -124,7 +124,7 @@ def test_a_dead_letter_is_sent_again(fake: Stack) -> None:
     letter = DeadLetter(request.uid, "poison", 3, "scheduler-0", 1_800_000_000_000, encode(request))
     with Broker(RedisSettings(redis_url=f"redis://127.0.0.1:{fake.ports()['redis']}/0")) as broker:
         broker.run(bury(broker.keys, letter))
-    assert dead(fake, "list").stdout.endswith("1 letters\n")
+    assert dead(fake, "list").stdout.endswith("1 letter\n")
     again = dead(fake, "replay", request.uid)
     assert "length after 5 tokens" in again.stdout, again.stderr
     assert again.returncode == 0

@@ -3,12 +3,16 @@
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from services.launcher import dead
+from services.launcher.joining import needed_broker
+from services.launcher.settings import LauncherSettings
 from shared.broker.connection import Broker
 from shared.broker.dead_letters import bury, list_dead
+from shared.errors import Unavailable
 from shared.ids import new_uid
 from shared.messages import DeadLetter, GenerateRequest, Prompt, TokenizeRequest, encode
 from shared.sampling import SamplingParams
@@ -35,6 +39,19 @@ def act(redis_settings: RedisSettings, capsys: pytest.CaptureFixture[str]) -> Ac
         return code, capsys.readouterr().out
 
     return run
+
+
+def test_without_a_launcher_and_a_broker_both_are_asked_for(tmp_path: Path) -> None:
+    nobody = LauncherSettings(run_dir=tmp_path / "nobody")
+    with pytest.raises(Unavailable, match=r"no launcher runs in /.*/nobody .*--redis-url"):
+        needed_broker(nobody)
+    given = LauncherSettings(run_dir=tmp_path, redis_url="redis://elsewhere:1/0")
+    assert needed_broker(given) is given
+
+
+def test_one_letter_is_one(act: Act, broker: Broker) -> None:
+    broker.run(bury(broker.keys, letter()))
+    assert act("list")[1].splitlines()[-1] == "1 letter"
 
 
 def test_an_empty_box_is_listed(act: Act) -> None:
