@@ -70,10 +70,9 @@ def test_answers_and_ends_cleanly(front: Front, start: Start) -> None:
 
 def test_tells_how_much_it_can_hold(front: Front, start: Start) -> None:
     """Of a request: the model's context, or all its pages where those are fewer."""
-    held = [
-        front.beats()[start(f"s{i}", num_pages=pages, page_size=16, max_seq_len=200).ready(front)].max_seq_len
-        for i, pages in enumerate((5, 100))
-    ]
+    sizes = [{"num_pages": pages, "page_size": 16, "max_seq_len": 200} for pages in (5, 100)]
+    engines = [start(f"s{i}", **size).ready(front) for i, size in enumerate(sizes)]
+    held = [front.beats()[engine].max_seq_len for engine in engines]
     assert held == [80, 200]
 
 
