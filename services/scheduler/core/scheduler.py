@@ -288,7 +288,9 @@ class Scheduler:
     def _lose_guide(self, req: Req) -> None:
         """End a request whose grammar has become too hard to follow."""
         self._end(req)
-        error = InvalidRequest("The grammar of the answer is too complex to be followed.", code="grammar_too_complex")
+        field = req.params.grammar.field if req.params.grammar is not None else None
+        message = "The grammar of the answer is too complex to be followed."
+        error = InvalidRequest(message, param=field, code="grammar_too_complex")
         self._failures.append(Failure.of(req.uid, req.attempt, error))
 
     def _end_unseen(self, req: Req, finish: FinishReason) -> None:

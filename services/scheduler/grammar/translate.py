@@ -81,9 +81,13 @@ def _ascii_classes(regex: str) -> str:
 _CLASSES: Final = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
 
 
+_IN_WORDS: Final = {"NoExtensionBias": "no answer fits it"}
+
+
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """Make the 400 of a grammar that cannot be compiled."""
     field = grammar.field
-    first = " ".join(reason.split())[:_MAX_REASON]
+    first = " ".join(reason.partition("<state>")[0].split())[:_MAX_REASON]  # behind it the library shows its insides
+    first = _IN_WORDS.get(first, first)
     what = "schema" if grammar.kind in ("json_schema", "calls") else "grammar"
     return InvalidRequest(f"{field}: the {what} cannot be used: {first}", param=field, code="invalid_grammar")

@@ -96,6 +96,9 @@ REFUSED = [
     (Grammar("ebnf", "start: nothing"), "nothing"),
     (Grammar("ebnf", " "), ""),
     (Grammar("regex", "a" * 200_000), "bytes"),
+    (Grammar("regex", r"[^\s\S]"), "no answer fits it$"),
+    (Grammar("ebnf", "root ::= root"), "no answer fits it$"),
+    (schema({"$ref": "#"}), "no answer fits it$"),
 ]
 
 
