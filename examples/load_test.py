@@ -54,13 +54,22 @@ async def main(args: argparse.Namespace) -> None:
     print(f"{args.requests} requests, {args.streams} at a time, {sum(counts)} tokens in {seconds:.1f} s")
     print(f"{sum(counts) / seconds:.1f} tokens/s")
     for name, times in (("first token", waits), ("between tokens", gaps)):
-        cuts = statistics.quantiles(times, n=100)
+        if not times:  # answers of one token have nothing between
+            continue
+        cuts = statistics.quantiles(times * 2 if len(times) == 1 else times, n=100)
         print(f"{name}: p50 {1000 * cuts[49]:.1f} ms, p99 {1000 * cuts[98]:.1f} ms")
+
+
+def positive(text: str) -> int:
+    """Read a number of which there must be one at least."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: at least 1 is needed")
+    return number
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=8, help="requests at a time")
-    parser.add_argument("--requests", type=int, default=32, help="requests in all")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--streams", type=positive, default=8, help="requests at a time")
+    parser.add_argument("--requests", type=positive, default=32, help="requests in all")
+    parser.add_argument("--max-tokens", type=positive, default=64, help="tokens of each answer")
     asyncio.run(main(parser.parse_args()))

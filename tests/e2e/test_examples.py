@@ -42,6 +42,13 @@ def test_an_example_runs_and_says_what_it_promises(name: str, real: Stack) -> No
     assert re.match(TOLD[name], done.stdout), done.stdout
 
 
+def test_the_load_test_refuses_numbers_that_ask_nothing() -> None:
+    command = [sys.executable, str(FOLDER / "load_test.py"), "--streams", "1", "--requests", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 2
+    assert done.stderr.endswith("argument --requests: 0: at least 1 is needed\n")
+
+
 def test_all_of_them_are_run_and_listed() -> None:
     files = {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".yaml")}
     assert {name for name in files if Path(name).suffix == ".py"} == set(TOLD)
