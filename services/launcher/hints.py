@@ -32,6 +32,8 @@ _FROM_VLLM: Final[Mapping[str, str]] = {
 _ALWAYS_SO: Final = frozenset(
     ("--enable-prefix-caching", "--enable-chunked-prefill", "--async-scheduling", "--enable-auto-tool-choice")
 )
+_NEAR: Final = 0.7
+"""How alike two names are, from 0 to 1, of which one may be a slip of the other."""
 _COMPOSE: Final = frozenset((f"{ENV_PREFIX}VERSION", f"{ENV_PREFIX}STOP_GRACE"))
 """Variables of the container files, which no service reads."""
 
@@ -49,13 +51,13 @@ def of_flags(words: Sequence[str], flags: Iterable[str]) -> str:
         name = word.partition("=")[0].replace("_", "-")
         if not name.startswith("--"):
             continue
-        near = difflib.get_close_matches(name, known, 1)
+        near = _near(name, known)
         if name in _FROM_VLLM:
             hints.append(f"vLLM's {name} is {_FROM_VLLM[name]} here")
         elif name in _ALWAYS_SO:
             hints.append(f"vLLM's {name} needs no flag here: it is always so")
         elif near:
-            hints.append(f"did you mean {near[0]}?")
+            hints.append(f"did you mean {near}?")
     return "; ".join(hints)
 
 
@@ -64,10 +66,21 @@ def of_variables(environ: Iterable[str], fields: Iterable[str]) -> list[str]:
     known = {f"{ENV_PREFIX}{field.upper()}" for field in fields}
     warnings = []
     for name in sorted({name for name in environ if name.startswith(ENV_PREFIX)} - known - _COMPOSE):
-        near = difflib.get_close_matches(name, known, 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        near = _near(name, known)
+        meant = f"; did you mean {near}?" if near else ""
         warnings.append(f"{name} is not a setting, and is ignored{meant}")
     return warnings
+
+
+def _near(name: str, known: Iterable[str]) -> str | None:
+    """Find the name that was meant, if one is really near. What all begin with counts for nothing."""
+    stems = {_stem(each): each for each in known}
+    near = difflib.get_close_matches(_stem(name), stems, 1, _NEAR)
+    return stems[near[0]] if near else None
+
+
+def _stem(name: str) -> str:
+    return name.removeprefix("--").removeprefix(ENV_PREFIX)
 
 
 def with_flags(message: str, variables: Iterable[str], argv: Sequence[str]) -> str:

@@ -57,6 +57,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "kernel_cache_dir": ("--cache-dir",),
 }
 _DOC_FIELD: Final = re.compile(r"^\s{4}(\w+): (.*)$")
+COMMANDS: Final = ("serve", "shell", "warmup", "dead")
 ALL_SERVICES: Final = "all services"
 
 
@@ -74,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m services.launcher", description="Run Millrace without containers.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | shell | warmup | dead")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     _add_flags(
         commands.add_parser(
             "serve",
@@ -147,12 +148,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
 
     A call without a command serves. Ends the process, naming the flag, when one is unknown.
     """
-    commands = {"serve", "shell", "warmup", "dead", "-h", "--help"}
-    args, unknown = build_parser().parse_known_args(argv if argv and argv[0] in commands else ["serve", *argv])
+    is_bare = not argv or argv[0] not in (*COMMANDS, "-h", "--help")
+    args, unknown = build_parser().parse_known_args(["serve", *argv] if is_bare else argv)
     parser: argparse.ArgumentParser = args.parser
     del args.parser
     if unknown:
         hint = hints.of_flags(unknown, parser._option_string_actions)
+        if is_bare and not argv[0].startswith("-"):
+            hint = f"the commands are {', '.join(COMMANDS)}"
         parser.error(f"unknown: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
     given = {key: value for key, value in vars(args).items() if key not in ("command", "action", "id")}
     return args, {ENV_PREFIX + key.upper(): str(value) for key, value in given.items()}

@@ -166,6 +166,9 @@ def test_a_flag_that_a_service_refuses_is_named_as_it_was_typed(message: str, wo
         (["shell", "--max-model-len", "4096"], "vLLM's --max-model-len is --max-seq-len here"),
         (["--enable-prefix-caching"], "it is always so"),
         (["dead", "--redis-ur=x", "list"], "did you mean --redis-url?"),
+        (["--prot", "8000"], "did you mean --port?"),
+        (["--bogus"], "unknown: --bogus\n"),
+        (["bogus"], "unknown: bogus; the commands are serve, shell, warmup, dead\n"),
     ],
 )
 def test_what_may_be_meant_is_said(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +188,9 @@ def test_every_counterpart_of_vllm_is_a_flag() -> None:
 def test_variables_that_are_no_settings_are_told(tmp_path: Path) -> None:
     done = launcher("--port", "x", "--run-dir", str(tmp_path), MILLRACE_PROT="8000")
     assert "MILLRACE_PROT is not a setting, and is ignored; did you mean MILLRACE_PORT?" in done.stderr
-    environ = ["MILLRACE_MAX_SEQ_LENN", "MILLRACE_PORT", "MILLRACE_VERSION", "PATH"]
-    (warning,) = hints.of_variables(environ, settings_fields())
+    environ = ["MILLRACE_BOGUS", "MILLRACE_MAX_SEQ_LENN", "MILLRACE_PORT", "MILLRACE_VERSION", "PATH"]
+    bogus, warning = hints.of_variables(environ, settings_fields())
+    assert bogus == "MILLRACE_BOGUS is not a setting, and is ignored"
     assert warning == "MILLRACE_MAX_SEQ_LENN is not a setting, and is ignored; did you mean MILLRACE_MAX_SEQ_LEN?"
 
 
