@@ -1,10 +1,11 @@
 """What the limits of API keys mean to this replica: what a request claims, how it is told, and what is given back.
 
 Owns the claims of the requests under way: it holds their places in the broker while they run, and settles them when
-they are over. An answer that is about to end is told so only once its place is free, so that its client may ask again at
-once; whatever else is over, and what the broker did not take then, is settled at leisure, and what is missed frees
-itself. Of a stream that goes on without its client it looks for the end, whoever brings that about, so that one replica
-alone settles it. The counting is the broker's (`shared/broker/limits.py`), so that all replicas share it.
+they are over. The end of an answer is told once its place is free, so that its client may ask again at once; whatever
+else is over, and what the broker does not take then, is settled at leisure, and what is missed frees itself. Of a
+stream that goes on without its client it looks for the end, whoever brings that about: who reads it to the end settles
+it, and whoever comes second finds nothing to settle. The counting is the broker's (`shared/broker/limits.py`), so that
+all replicas share it.
 """
 
 import asyncio
@@ -193,9 +194,11 @@ class LimitKeeper:
         """Free the place of a request that is over, and give back what it did not use, before its client is told.
 
         Nothing is asked of the broker where the key has no limits, or another reader of the stream was faster. While
-        the broker does not answer `run` has to do it.
+        the broker does not answer `run` has to do it. A stream may have been opened at another replica, which finds
+        nothing left to settle then.
         """
-        claim = self._held.get(exchange.job.uids[0])
+        job = exchange.job
+        claim = job.claim if exchange.follows else self._held.get(job.uids[0])
         if claim is None:
             return
         self._left.pop(claim.id, None)
@@ -225,7 +228,7 @@ class LimitKeeper:
         else:
             self._settled.pop(claim_id, None)
         finally:
-            if self._settled:
+            if claim_id in self._settled:
                 self._wake.set()
 
     def look_soon(self) -> None:
@@ -266,14 +269,15 @@ class LimitKeeper:
         Raises:
             BrokerError: nothing is lost: the next turn does it.
         """
-        if self._left and time.monotonic() - self._looked_at >= _LOOK_S:
-            self._looked_at = time.monotonic()
+        now = time.monotonic()
+        due = now - self._held_at >= _HOLD_S
+        if self._left and (due or now - self._looked_at >= _LOOK_S):
+            self._looked_at = now
             await self._look(list(self._left.values()))
         keys = self._broker.keys
         batch = list(self._settled.items())[:_BATCH]
         calls: list[Call[Any]] = [settle(keys, claim, used) for _, (claim, used) in batch]
-        now = time.monotonic()
-        if due := now - self._held_at >= _HOLD_S:
+        if due:
             calls += self._holds()
             self._held_last.clear()
         try:
@@ -284,7 +288,9 @@ class LimitKeeper:
             self._held_at = now
         for claim_id, _ in batch:
             self._settled.pop(claim_id, None)
-        if not (self._settled or (self._left and not self._looked_at)):
+        if self._settled or (self._left and not self._looked_at):
+            self._wake.set()
+        else:
             self._wake.clear()
 
     async def _look(self, left: Sequence[_Left]) -> None:

@@ -242,5 +242,5 @@ def _record(exchange: Exchange) -> Record:
     left = None
     if job.timeout_s is not None:
         left = max(1, int((job.timeout_s - (time.monotonic() - exchange.opened_at)) * 1000))
-    data = _encode(dataclasses.replace(job, claim=None, limits=Limits()))
+    data = _encode(dataclasses.replace(job, limits=Limits()))
     return Record(job.uids, job.key_hash, job.resume_ms, data, left)

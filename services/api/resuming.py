@@ -15,6 +15,7 @@ from services.api.error_body import to_body
 from services.api.exchange import Exchange
 from services.api.formats import COMMENT
 from services.api.job import Job
+from services.api.limits import make_claim
 from services.api.numbered import Numbered
 from services.api.places import Position, no_such_place, parse_position
 from services.api.service import ApiService
@@ -40,6 +41,7 @@ class ResumableResponse(GenerationResponse):
     async def _open(self, exchange: Exchange, scope: Scope) -> None:
         job, service = exchange.job, self._service
         job.created, job.fingerprint = int(time.time()), service.fingerprint(job.model)
+        job.claim = make_claim(job)  # whoever tells the end of the stream frees its place
         await service.readers.open(exchange, service.admission.capacity(job.model))
         await super()._open(exchange, scope)
         asyncio.get_running_loop().call_later(_HEAD_AFTER_S, _announce, exchange)

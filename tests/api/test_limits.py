@@ -1,5 +1,6 @@
 """Limits of API keys, as clients meet them: one count over all replicas, and what a key has left in every answer."""
 
+import asyncio
 import math
 import re
 from collections.abc import Callable
@@ -10,12 +11,13 @@ import httpx
 import openai
 import pytest
 
-from services.api.limits import _duration, refuse
+from services.api.limits import LimitKeeper, _duration, refuse
 from shared.broker.limits import Claim, Levels, Limits
 from shared.broker.streams import Opened
+from shared.messages import Delta, ErrorBody
 from tests.api.conftest import RunningApi, StartApi
-from tests.api.engine_side import MODEL, Answer, EngineSide
-from tests.api.streams import opening
+from tests.api.engine_side import MODEL, TOO_LONG, Answer, EngineSide
+from tests.api.streams import RESUME, opening
 from tests.api.test_keys import bearer
 from tests.redis_keys import command, find_keys
 from tests.waiting import eventually
@@ -86,6 +88,105 @@ def test_requests_under_way_hold_their_places(start_api: StartApi, engine: Engin
         engine.release()
         assert [r.result().status_code for r in running] == [200, 200]
     eventually(lambda: ask(apis[0]).status_code == 200, "places are free again")
+
+
+def _fail(engine: EngineSide) -> None:
+    engine.reject = lambda request: TOO_LONG
+
+
+def _tell_ids(engine: EngineSide) -> None:
+    engine.tell = lambda request: Delta(0, [], "", finish="stop")
+
+
+def _say_an_error(engine: EngineSide) -> None:
+    engine.script = lambda request: Answer([" a"], error=ErrorBody(500, "no", "server_error", "engine_crashed"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "prepare", "status"),
+    [
+        (CHAT, HI, {}, None, 200),
+        (CHAT, HI | {"stream": True}, {}, None, 200),
+        (CHAT, HI | {"stream": True, "n": 3}, {}, None, 200),
+        (CHAT, HI | {"stream": True}, RESUME, None, 200),
+        (CHAT, HI | {"stream": True, "n": 2}, RESUME, None, 200),
+        ("/generate", {"prompt": "hi", "max_tokens": 2}, {}, None, 200),
+        ("/generate", {"prompt": "hi", "max_tokens": 2, "stream": True}, {}, None, 200),
+        ("/tokenize", {"prompt": "hi"}, {}, _tell_ids, 200),
+        (CHAT, HI, {}, _fail, 400),
+        (CHAT, HI | {"stream": True}, RESUME, _fail, 400),
+        ("/tokenize", {"prompt": "hi"}, {}, _fail, 400),
+        (CHAT, HI | {"stream": True, "n": 2}, {}, _say_an_error, None),
+        (CHAT, HI | {"stream": True, "n": 2}, RESUME, _say_an_error, None),
+    ],
+)
+def test_who_has_read_an_answer_may_ask_again(
+    start_api: StartApi,
+    engine: EngineSide,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    prepare: Callable[[EngineSide], None] | None,
+    status: int | None,
+) -> None:
+    """Nobody tidies up behind the answers here: what is not free when a client has read the last byte stays taken."""
+    monkeypatch.setattr(LimitKeeper, "run", _never)
+    api = start_api(api_keys="k", key_concurrency=1, key_tokens_per_minute=100_000)
+    api.wait_ready()
+    if prepare is not None:
+        prepare(engine)
+    with httpx.Client(base_url=api.url, headers={**bearer("k"), **headers}, timeout=20) as client:
+        for _ in range(3):
+            answer = client.post(path, json=body)
+            assert answer.status_code == (status or answer.status_code) != 429, answer.text
+    assert not api.service.limits._held and not api.service.limits._settled
+
+
+async def _never(keeper: LimitKeeper) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_who_comes_back_and_reads_to_the_end_may_ask_again(
+    start_api: StartApi, engine: EngineSide, monkeypatch: pytest.MonkeyPatch, reader: int
+) -> None:
+    """Also at another replica than the one that opened the stream; and what was not used is given back once."""
+    monkeypatch.setattr(LimitKeeper, "run", _never)
+    apis = [start_api(api_keys="a=k concurrency=1 tokens=100000") for _ in range(2)]
+    for api in apis:
+        api.wait_ready()
+    engine.hold()
+    with opening(apis[0].url, CHAT, HI | {"max_tokens": 40_000}, **bearer("k")) as (stream, events):
+        eventually(lambda: engine.running, "it runs")
+        engine.step_once()
+        next(events)
+    eventually(lambda: apis[0].service.limits._left, "its client is gone")
+    assert ask(apis[reader]).status_code == 429
+    for running in engine.running.values():
+        running.answer.pieces[2:] = []
+    engine.release()
+    assert "[DONE]" in apis[reader].get(f"/v1/streams/{stream}", headers=bearer("k")).text
+    answer = ask(apis[reader])
+    assert answer.status_code == 200
+    assert 99_000 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 100_000
+
+
+def test_who_has_deleted_a_stream_may_ask_again(
+    start_api: StartApi, engine: EngineSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LimitKeeper, "run", _never)
+    api = start_api(api_keys="k", key_concurrency=1)
+    api.wait_ready()
+    engine.hold()
+    with opening(api.url, CHAT, HI, **bearer("k")) as (stream, events):
+        eventually(lambda: engine.running, "it runs")
+        engine.step_once()
+        next(events)
+    eventually(lambda: api.service.limits._left, "its client is gone")
+    assert httpx.delete(f"{api.url}/v1/streams/{stream}", headers=bearer("k")).status_code == 204
+    engine.release()
+    assert ask(api).status_code == 200
 
 
 def test_a_client_that_leaves_frees_its_place(start_api: StartApi, engine: EngineSide) -> None:
