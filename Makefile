@@ -26,7 +26,7 @@ LOCK = $(BIN)/uv pip compile $(UPGRADE) --config-file ops/requirements/uv.toml -
 export PIP_ROOT_USER_ACTION = ignore
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.run-ready ## Serve the embedded model: make run [PORT=8000] [ARGS="--apis 2 ..."]
 	@exec $(BIN)/python -m services.launcher serve --port $(PORT) $(ARGS)
