@@ -185,7 +185,8 @@ class Heartbeat(Message, tag="beat", frozen=True):
 
     From `fingerprint` to `num_taken` it is for engines: `fingerprint` names weights, dtype and revision, and only
     engines of equal fingerprint take requests over from each other. `num_said` and the two counts are an api's: what
-    its clients have got, and how long they waited for it. `dialect` is a tokenizer's. Counters begin at the start of
+    its clients have got, and how long they waited for it; `num_resumed` is what it gives to clients that came back,
+    which is not in `num_running`, because it is in hand where it was opened. `dialect` is a tokenizer's. Counters begin at the start of
     the instance. `birth` is the mark of whoever started the process, who alone writes `ended`, when it has ended.
     """
 
@@ -215,6 +216,7 @@ class Heartbeat(Message, tag="beat", frozen=True):
     dialect: Dialect | None = None
     birth: str = ""
     ended: bool = False
+    num_resumed: int = 0
 
 
 class DeadLetter(Message, tag="dead", frozen=True):

@@ -54,6 +54,10 @@ class Books:
         if stamp_ns:
             self._metrics.delivery.observe(max(0.0, (time.time_ns() - stamp_ns) / 1e9))
 
+    def given(self, count: int) -> None:
+        """Count tokens of a stream that was come back to; how long they took is no measure of anything."""
+        self._waits.num_said += count
+
     def end(self, exchange: Exchange, error: ErrorBody | None) -> None:
         """Note a request that is over here, with the error that it ended with, if any."""
         self._metrics.streams_open.dec()

@@ -56,6 +56,7 @@ class Fleet:
         connected: the last heartbeat was accepted.
         draining: said in the heartbeat.
         num_open: choices in flight, said in the heartbeat.
+        num_resumed: choices that are given to clients who came back, said there too.
         waits: what this replica's clients got and waited for, said in the heartbeat.
         pipeline: the picture of the installation that is made of all heartbeats.
     """
@@ -101,6 +102,7 @@ class Fleet:
         self.memory_ratio = 0.0
         self.draining = False
         self.num_open = 0
+        self.num_resumed = 0
         self.waits = Waits()
         self.pipeline = Pipeline(leases)
 
@@ -182,6 +184,7 @@ class Fleet:
             port=self._port,
             birth=birth_mark(),
             num_running=self.num_open,
+            num_resumed=self.num_resumed,
             num_said=self.waits.num_said,
             ttft_counts=list(self.waits.ttft),
             gap_counts=list(self.waits.gap),

@@ -23,6 +23,7 @@ class Numbered:
     """Writes one stream for one reader, from its beginning or from behind an event.
 
     Attributes:
+        num_told: tokens of the events that were given.
         astray: the reader's position turned out to be none of this stream, or of what the broker has left of it.
     """
 
@@ -46,6 +47,7 @@ class Numbered:
         if start is not None and start.stage == "body":
             self._starts = list(start.places)
         self._skips_body = self._stage in ("usage", "end")
+        self.num_told = 0
         self.astray = False
 
     def begin(self) -> bytes:
@@ -95,6 +97,7 @@ class Numbered:
                 return b""
             told, delta = start.events, rest
             self._starts[index] = None
+        self.num_told += len(delta.token_ids)
         events = self._render(index, delta)
         names = [place.text(number) for number in range(1, len(events))]
         self._move(index, delta)

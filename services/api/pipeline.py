@@ -183,7 +183,7 @@ class Pipeline:
                 "tokens_per_s": round(totals.said / elapsed_s, 1) if elapsed_s else 0.0,
                 "running": sum(e.num_running for e in engines),
                 "waiting": sum(e.num_waiting for e in (*engines, *self.living("tokenizer"))),
-                "open": sum(a.num_running for a in self.living("api")),
+                "open": sum(_running(a) for a in self.living("api")),
                 "kv_used": round(1 - sum(e.free_pages for e in engines) / pages, 4) if pages else None,
                 "hit_rate": round(sum(hit for _, hit in sums.cache) / looked_up, 4) if looked_up else None,
                 **{f"ttft_{name}": _rounded(sums.ttft.percentile(share)) for name, share in SHARES.items()},
@@ -240,7 +240,7 @@ class Pipeline:
             "model": beat.model,
             "version": beat.version,
             "port": beat.port,
-            "running": beat.num_running,
+            "running": _running(beat),
             "waiting": beat.num_waiting,
         }
         if instance.role == "scheduler":
@@ -273,6 +273,11 @@ def _state(standing: Standing) -> State:
         return "late"
     assert standing.heartbeat is not None, "it has been read"
     return "draining" if standing.heartbeat.draining else "serving"
+
+
+def _running(beat: Heartbeat) -> int:
+    """Say what an instance has in hand; for an api that is what it gives, also to those who came back for it."""
+    return beat.num_running + beat.num_resumed
 
 
 def _held(beat: Heartbeat) -> int:

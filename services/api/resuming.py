@@ -86,7 +86,10 @@ class ResumableResponse(GenerationResponse):
         if not exchange.follows:
             for _, delta in batch:
                 self._service.books.tokens(exchange, len(delta.token_ids), delta.stamp_ns)
+        before = form.num_told
         out = form.entries(batch)
+        if exchange.follows:
+            self._service.books.given(form.num_told - before)
         _astray(exchange, form)
         if exchange.comment_due:
             exchange.comment_due = False

@@ -137,6 +137,7 @@ class ApiService:
         self.books.begin(exchange)
         if exchange.follows:
             self.replies.exchanges.add(exchange)
+            self.fleet.num_resumed += len(exchange.choices)
             return
         self.admission.enter(exchange.job)
         self.fleet.num_open = self.admission.num_choices
@@ -178,12 +179,14 @@ class ApiService:
         error = exchange.first_error()
         self.replies.close(exchange, error or CLIENT_GONE)
         self.readers.leave(exchange)
-        if not exchange.follows:
+        if exchange.follows:
+            self.fleet.num_resumed -= len(exchange.choices)
+            if not exchange.num_open:
+                self.limits.look_soon()
+        else:
             self.limits.leave(exchange)
             self.admission.leave(exchange.job, sum(choice.ended is not None for choice in exchange.choices))
             self.fleet.num_open = self.admission.num_choices
-        elif not exchange.num_open:
-            self.limits.look_soon()
         self.books.end(exchange, error)
 
     # --- background --------------------------------------------------------------------------------------

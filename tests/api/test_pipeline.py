@@ -12,6 +12,7 @@ from shared.keys import LEASE_S, Role
 from shared.messages import Heartbeat
 from tests.api.conftest import RunningApi, StartApi
 from tests.api.engine_side import MODEL, EngineSide
+from tests.api.streams import opening, resuming
 from tests.conftest import StartRedis
 from tests.waiting import eventually
 
@@ -233,3 +234,35 @@ def picture(api: RunningApi, since: int = 0) -> dict[str, Any]:
 
 def shown(api: RunningApi, role: Role) -> list[dict[str, Any]]:
     return [i for i in picture(api)["instances"] if i["role"] == role]
+
+
+def test_what_is_given_to_who_came_back_is_shown(start_api: StartApi, engine: EngineSide) -> None:
+    """It is open where it is given, its tokens are counted as they are given, and none of it when it is over."""
+    api = start_api()
+    api.wait_ready()
+    engine.hold()
+    with opening(api.url, "/v1/chat/completions", HI) as (stream, events):
+        eventually(lambda: engine.running, "it runs")
+        engine.step_once()
+        assert next(events).data
+    eventually(lambda: shown(api, "api")[0]["running"] == 0, "its client is gone")
+    said = api.service.fleet.waits.num_said
+    since = picture(api)["history"]["t"][-1]
+    with resuming(api.url, stream) as events:
+        eventually(lambda: shown(api, "api")[0]["running"] == 1, "it is given again")
+        eventually(lambda: 1 in picture(api, since)["history"]["open"], "it was open")
+        engine.release()
+        assert list(events)[-1].data == "[DONE]"
+    assert api.service.fleet.waits.num_said == said + 8
+    eventually(lambda: shown(api, "api")[0]["running"] == 0, "it is over")
+    eventually(lambda: any(picture(api, since)["history"]["tokens_per_s"]), "its tokens are shown")
+    last = list(events_ids(api, stream))[5]
+    said = api.service.fleet.waits.num_said
+    with resuming(api.url, stream, last) as events:
+        list(events)
+    assert said < api.service.fleet.waits.num_said < said + 8, "what it has is not given again"
+
+
+def events_ids(api: RunningApi, stream: str) -> list[str]:
+    with resuming(api.url, stream) as events:
+        return [event.id for event in events]

@@ -174,6 +174,7 @@ SAMPLES: list[msgspec.Struct] = [
         dialect=DIALECT,
         birth="b1",
         ended=True,
+        num_resumed=5,
     ),
     DeadLetter(uid=UID, reason="poison", tries=3, source="scheduler-0", at_ms=1_800_000_000_000, body=b"\x93\x01"),
 ]
