@@ -184,10 +184,11 @@ class Heartbeat(Message, tag="beat", frozen=True):
     """What an instance says of itself twice a second. `beat` counts up; a value that stands still is a dead lease.
 
     From `fingerprint` to `num_taken` it is for engines: `fingerprint` names weights, dtype and revision, and only
-    engines of equal fingerprint take requests over from each other. `num_said` and the two counts are an api's: what
-    its clients have got, and how long they waited for it; `num_resumed` is what it gives to clients that came back,
-    which is not in `num_running`, because it is in hand where it was opened. `dialect` is a tokenizer's. Counters begin at the start of
-    the instance. `birth` is the mark of whoever started the process, who alone writes `ended`, when it has ended.
+    engines of equal fingerprint take requests over from each other. `num_said` and the two counts are an api's:
+    what its clients have got, and how long they waited for it; `num_resumed` is what it gives to clients that came
+    back, which is not in `num_running`, because it is in hand where it was opened. `dialect` is a tokenizer's.
+    Counters begin at the start of the instance. `birth` is the mark of whoever started the process, who alone
+    writes `ended`, when it has ended.
     """
 
     beat: int
