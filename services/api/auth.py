@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -51,15 +51,22 @@ class KeyRing:
     Args:
         entries: as the module's docstring says.
         defaults: limits of the keys that name none.
+        places: where each entry stands, for a refusal; without them they are numbered, as in the setting.
 
     Raises:
         ConfigError: an entry is malformed; says which, and not what it holds.
     """
 
-    def __init__(self, entries: Iterable[str], defaults: Limits = Limits()) -> None:  # noqa: B008  # frozen
+    def __init__(
+        self,
+        entries: Iterable[str],
+        defaults: Limits = Limits(),  # noqa: B008  # frozen
+        places: Sequence[str] = (),
+    ) -> None:
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, entry in enumerate(entries, 1):
-            name, key, limits = _read_entry(number, entry, defaults)
+            where = places[number - 1] if places else _in_setting(number)
+            name, key, limits = _read_entry(number, where, entry, defaults)
             digest = hashlib.sha256(key.encode()).digest()
             self._tenants.append((digest, Tenant(name, digest.hex()[:16], limits)))
 
@@ -135,22 +142,28 @@ class KeyStore:
         settings = self._settings
         entries = [key.get_secret_value() for key in settings.api_keys]
         defaults = Limits(settings.key_concurrency, settings.key_requests_per_minute, settings.key_tokens_per_minute)
+        places = [_in_setting(number) for number in range(1, len(entries) + 1)]
         stamp = None
         if self._path is not None:
             stamp = self._stamp = _stamp_of(self._path)
-            entries += _read_file(self._path)
-        self._ring = KeyRing(entries, defaults)
+            for number, entry in _read_file(self._path):
+                entries.append(entry)
+                places.append(f"MILLRACE_API_KEYS_FILE: {self._path}, line {number}")
+        self._ring = KeyRing(entries, defaults, places)
         if self._path is not None and _stamp_of(self._path) != stamp:
             self._stamp = None
 
 
-def _read_entry(number: int, entry: str, defaults: Limits) -> tuple[str, str, Limits]:
+def _in_setting(number: int) -> str:
+    return f"MILLRACE_API_KEYS: entry {number}"
+
+
+def _read_entry(number: int, where: str, entry: str, defaults: Limits) -> tuple[str, str, Limits]:
     """Take an entry apart: name, key, limits."""
     first, *rest = entry.split()
     name, found, key = first.partition("=")
     if not found:
         name, key = f"key{number}", first
-    where = f"API keys, entry {number}"
     if not key.strip("="):  # also the padding of a key in base64, which nobody meant to be the key
         raise ConfigError(f"{where}: no key behind its name; one that ends in = needs a name")
     if not _NAME.fullmatch(name):
@@ -164,15 +177,15 @@ def _read_entry(number: int, entry: str, defaults: Limits) -> tuple[str, str, Li
     return name, key, limits
 
 
-def _read_file(path: Path) -> list[str]:
-    """Read the entries of a file, one per line; blank lines and comments, which begin with #, are left out."""
+def _read_file(path: Path) -> list[tuple[int, str]]:
+    """Read the entries of a file, each with its line; blank lines and comments, which begin with #, are left out."""
     try:
         lines = [line.partition(" #")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"MILLRACE_API_KEYS_FILE: cannot be read: {e}") from e
-    entries = [line for line in lines if line and not line.startswith("#")]
+    entries = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
     if not entries:  # it would open the api to everybody
-        raise ConfigError("MILLRACE_API_KEYS_FILE: holds no key")
+        raise ConfigError(f"MILLRACE_API_KEYS_FILE: {path}: holds no key")
     return entries
 
 

@@ -47,6 +47,17 @@ def test_a_malformed_entry_is_named_without_its_key(entry: str) -> None:
     assert "=k" not in str(caught.value)
 
 
+def test_a_malformed_line_is_named_by_its_file_and_number(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("team=a\n# a comment\n\nteam=b speed=3\n")
+    with pytest.raises(ConfigError) as caught:
+        store(path, api_keys="fixed")
+    assert str(caught.value).startswith(f"MILLRACE_API_KEYS_FILE: {path}, line 4: behind a key only")
+    path.write_text("team=a\n")
+    with pytest.raises(ConfigError, match=r"^MILLRACE_API_KEYS: entry 2: "):
+        store(path, api_keys="fixed,team=")
+
+
 @pytest.mark.parametrize("content", ["", "# nothing but a comment\n\n", "name=\n", "\xff"])
 def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys"
