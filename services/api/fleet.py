@@ -13,6 +13,7 @@ from typing import Final
 
 from services.api.metrics import BROKER_MEMORY, BROKER_MEMORY_LIMIT
 from services.api.pipeline import Pipeline
+from services.api.settings import ApiSettings
 from services.api.waits import Waits
 from shared.broker import server
 from shared.broker.connection import AsyncBroker
@@ -23,7 +24,6 @@ from shared.ids import birth_mark
 from shared.keys import BEAT_S, Role
 from shared.messages import Heartbeat, encode
 from shared.metrics import BROKER_RECONNECTS, BROKER_ROUND_TRIP, BROKER_UP, LEASES_LOST, LIVING, STRANGE_KEYS, Metrics
-from shared.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Fleet:
         self,
         broker: AsyncBroker,
         incarnation: str,
-        settings: ServiceSettings,
+        settings: ApiSettings,
         metrics: Metrics,
         *,
         version: str,
@@ -108,7 +108,10 @@ class Fleet:
 
     @property
     def models(self) -> dict[str, int]:
-        """Served model -> when this replica first knew of it, in seconds since the epoch."""
+        """Served model -> when this replica first knew of it, in seconds since the epoch.
+
+        A model whose services are all away stays for as long as requests wait for them; this replica's own for ever.
+        """
         return self._models
 
     async def run(self) -> None:
@@ -174,6 +177,21 @@ class Fleet:
                 if self._beats.get((role, name)) != beat.beat:
                     self._beats[role, name] = beat.beat
                     self._changed[role, beat.model] = now
+        self._forget_models(now)
+
+    def _forget_models(self, now: float) -> None:
+        """Forget models that nobody has served for so long that all who waited for them have been sent away.
+
+        What a service has left in the registry that was killed, or ended in the middle of an answer, is not to keep
+        its model for ever.
+        """
+        served = {beat.model for role in WORKERS for beat in self._living[role].values()}
+        for model in self._models.keys() - served - {self._settings.served_model_name}:
+            served_at = max(self._changed.get((role, model), NEVER) for role in WORKERS)
+            if now - served_at > self._settings.no_engine_timeout:
+                log.info("nobody serves the model %s any more", model)
+                del self._models[model]
+                self._dialects.pop(model, None)
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(

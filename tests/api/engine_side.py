@@ -75,6 +75,7 @@ class EngineSide:
     """Runs in a thread between `start` and `stop`."""
 
     def __init__(self, settings: RedisSettings, *, model: str = MODEL, max_running: int = 64) -> None:
+        self.broker_settings = settings
         self.broker = Broker(settings, name="engine-side")
         self.model = model
         self.name = f"engine-{secrets.token_hex(4)}"

@@ -222,6 +222,30 @@ def test_a_service_that_stays_away(start_api: StartApi, engine: EngineSide) -> N
     assert api.post(CHAT, HI).status_code == 200
 
 
+def test_a_model_that_nobody_serves_any_more_is_forgotten(start_api: StartApi, engine: EngineSide) -> None:
+    """Its services ended in the middle of an answer, and left heartbeats behind; the replica's own model stays."""
+    other = EngineSide(engine.broker_settings, model="other/model-2").start()
+    api = start_api(missing_grace=1.0, lease=1.0, no_engine_timeout=2.0)
+    api.wait_ready()
+    body = {**HI, "model": other.model}
+    eventually(lambda: other.model in api.service.fleet.models, "it is seen")
+    assert api.post(CHAT, body).status_code == 200
+    other.stop()
+    engine.roles.clear()
+    away = eventually(lambda: (a := api.post(CHAT, body)).status_code != 200 and a, "nobody serves it")
+    assert (away.status_code, away.json()["error"]["type"]) == (503, "service_unavailable_error")
+    gone = eventually(lambda: (a := api.post(CHAT, body)).status_code != 503 and a, "it is forgotten")
+    assert gone.status_code == 404
+    assert gone.json()["error"]["message"] == f"the model `{other.model}` does not exist; there is: {MODEL}"
+    assert [m["id"] for m in api.get("/v1/models").json()["data"]] == [MODEL]
+    assert api.post(CHAT, HI).status_code == 503, "its own is away for as long"
+    again = EngineSide(engine.broker_settings, model=other.model).start()
+    try:
+        eventually(lambda: api.post(CHAT, body).status_code == 200, "somebody serves it again")
+    finally:
+        again.stop()
+
+
 def test_no_engine_for_too_long_ends_what_waits(start_api: StartApi, engine: EngineSide) -> None:
     api = start_api(missing_grace=1.0, lease=1.0, no_engine_timeout=2.0)
     api.wait_ready()
