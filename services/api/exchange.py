@@ -47,7 +47,7 @@ class Choice:
 
     def __init__(self, exchange: "Exchange", uid: str, index: int) -> None:
         now = time.monotonic()
-        self.exchange = exchange
+        self.exchange: Exchange | Left = exchange
         self.uid = uid
         self.index = index
         self.last_id: bytes = b""
@@ -106,6 +106,25 @@ class Choice:
             self.ended = delta
         if delta.logprobs and self.exchange.job.resume_ms:
             self.logprobs.extend(delta.logprobs)
+
+
+class Left:
+    """What stands in a choice for its exchange once that is over, for who still reads its log: it takes nothing."""
+
+    __slots__ = ("job",)
+    full = False
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def push(self, choice: Choice, delta: Delta) -> None:
+        """Nobody writes it."""
+
+    def leave_behind(self, choice: Choice) -> None:
+        """Nobody fetches it."""
+
+    def fail(self, error: ErrorBody) -> None:
+        """Nobody is told."""
 
 
 class Exchange:
@@ -228,6 +247,12 @@ class Exchange:
         if self.task is not None and self.sending_since and not self.cut:
             self.cut = True
             self.task.cancel()
+
+    def let_go(self) -> None:
+        """Break the circles that it is part of, once it is over: the collector would find them late."""
+        self.task = None
+        for choice in self.choices:
+            choice.exchange = Left(self.job)
 
     async def take(self) -> list[tuple[Choice, Delta]]:
         """Wait for something to write and take all of it.

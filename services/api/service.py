@@ -188,6 +188,7 @@ class ApiService:
             self.admission.leave(exchange.job, sum(choice.ended is not None for choice in exchange.choices))
             self.fleet.num_open = self.admission.num_choices
         self.books.end(exchange, error)
+        exchange.let_go()
 
     # --- background --------------------------------------------------------------------------------------
 

@@ -81,7 +81,6 @@ class GenerationResponse(Response):
             if alarm is not None:
                 alarm.cancel()
             service.leave(exchange)
-            exchange.task = None  # or each holds the other until the collector comes by
 
     async def _stream(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Write deltas as they come, all that wait in one write."""
