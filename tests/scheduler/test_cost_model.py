@@ -132,6 +132,23 @@ def test_machines_of_every_speed_keep_to_the_ratio(slow):
     assert max(ratios[2:]) < 3.5 and sum(ratios) / len(ratios) == pytest.approx(2.9, rel=0.15)
 
 
+def test_rows_that_never_ran_without_prompts_are_told_by_the_steps_they_ran_in():
+    """One stream, then a crowd in which every step has a prompt: its base is not that of the one stream."""
+    rng, model = random.Random(3), CostModel()
+    for i in range(100):
+        model.observe(StepShape(1, 50 + i, 0, 0.0), _cpu_ms(StepShape(1, 50 + i, 0, 0.0)))
+    ratios, kv = [], 2000
+    for _ in range(80):
+        rows = rng.randint(16, 32)
+        kv = 100 * rows + rng.randint(0, 500)
+        decode = StepShape(rows, kv, 0, 0.0)
+        tokens = model.prefill_budget(decode, 0, 2.9)
+        mixed = StepShape(rows, kv, tokens, tokens * tokens / 2, tokens)
+        ratios.append(_cpu_ms(mixed) / _cpu_ms(decode))
+        model.observe(mixed, _cpu_ms(mixed) * rng.gauss(1.0, 0.03))
+    assert sum(ratios[12:]) / len(ratios[12:]) == pytest.approx(2.9, rel=0.25)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_steps_of_one_length_whatever_is_in_them(seed):
     """Nothing that a step holds costs anything: no factor is found, and still every budget has a bound."""

@@ -40,6 +40,10 @@ MAX_SURPRISE, TREND = 1.5, 4
 """A step that took longer than this many times what was expected counts as this much: a hiccup is no trend, but more
 than so many of them in a row are."""
 
+FAR = 2
+"""Steps with more than so many times the rows of those without prompts lately are too far from them to be told by
+them: under load every step may have prompts in it, so what those rows cost is learnt from such steps alone."""
+
 GROWTH = 2
 """A step has at most so many times the prompt tokens of the largest one before it: beyond those it is a guess."""
 
@@ -130,6 +134,7 @@ class CostModel:
         self._num_untimed = 0
         self._surprises = [0, 0]
         self._largest = COLD_TOKENS
+        self._known_rows = 0.0
         self._alike: list[tuple[Features, float]] = []
 
     @property
@@ -148,14 +153,16 @@ class CostModel:
             return
         decode, prefill = _features(shape)
         if not kind:
+            self._known_rows = max(float(shape.decode_rows), 0.99 * self._known_rows)
             self._observe_decode(decode, forward_ms)
             return
         if shape.decode_rows:
             self._largest = max(self._largest, shape.prefill_tokens)
+        apart = not shape.decode_rows or self._knows(shape)
         took_ms = forward_ms
-        if self._prefill.is_fitted and (self._decode.is_fitted or not shape.decode_rows):
+        if self._prefill.is_fitted and apart:
             took_ms = self._temper(kind, forward_ms, self.predict_ms(shape))
-        if self._decode.is_fitted or not shape.decode_rows:
+        if apart:
             base_ms = self._decode.predict(decode) if shape.decode_rows else 0.0
             self._prefill.observe(prefill, max(0.0, took_ms - base_ms), forward_ms)
         else:
@@ -185,17 +192,24 @@ class CostModel:
     def predict_ms(self, shape: StepShape) -> float:
         """Predict the duration of a step."""
         decode, prefill = _features(shape)
-        base_ms = _dot(decode, self._decode_factors()) if shape.decode_rows else 0.0
-        return base_ms + (_dot(prefill, self._prefill_factors()) if shape.prefill_tokens else 0.0)
+        of_decode, of_prefill = self._factors(shape)
+        base_ms = _dot(decode, of_decode) if shape.decode_rows else 0.0
+        return base_ms + (_dot(prefill, of_prefill) if shape.prefill_tokens else 0.0)
 
-    def _decode_factors(self) -> Features:
-        return self._decode.factors if self._decode.is_fitted else self._joint.factors[:3]
+    def _knows(self, shape: StepShape) -> bool:
+        """Whether steps without prompts tell what these decode rows cost."""
+        return self._decode.is_fitted and shape.decode_rows <= FAR * self._known_rows
 
-    def _prefill_factors(self) -> Features:
-        if self._prefill.is_fitted:
-            return self._prefill.factors
+    def _factors(self, shape: StepShape) -> tuple[Features, Features]:
+        """Give those of the decode rows and those of the prompts that hold for such a step."""
         # Where every step has prompt tokens, their fixed part cannot be told from that of the decode rows.
-        return (0.0, *self._joint.factors[3:])
+        joint = self._joint.factors[:3], (0.0, *self._joint.factors[3:])
+        if shape.decode_rows and not self._knows(shape) and self._joint.is_fitted:
+            return joint
+        return (
+            self._decode.factors if self._decode.is_fitted else joint[0],
+            self._prefill.factors if self._prefill.is_fitted else joint[1],
+        )
 
     def prefill_budget(self, decode: StepShape, depth: int, max_gap_ratio: float) -> int | None:
         """How many prompt tokens may join a step of decode rows.
@@ -210,9 +224,9 @@ class CostModel:
         """
         if max_gap_ratio <= 0.0 or self._num_untimed > sum(self._seen):
             return None
-        if not self.is_fitted:
+        if not (self._joint.is_fitted if not self._knows(decode) else self.is_fitted):
             return int(COLD_TOKENS * max(1.0, max_gap_ratio - 1.0))
-        fixed, per_kv, per_token, per_read = self._prefill_factors()
+        fixed, per_kv, per_token, per_read = self._factors(decode)[1]
         spare_ms = max(0.0, max_gap_ratio - 1.0) * self.predict_ms(decode) - fixed - per_kv * depth / 1e3
         if spare_ms <= 0.0:
             return MIN_CHUNK_TOKENS
