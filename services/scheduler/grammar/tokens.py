@@ -37,7 +37,8 @@ class _Tokens:
         found = [i for a, b in itertools.pairwise(ends) for i in self._encode(plain[a:b], add_special=False)]
         wanted = plain.encode("utf-8", "surrogatepass")
         # Some vocabularies put a blank in front of every piece, and others have a control token of one character.
-        return found if b"".join(self.tokens[i] for i in found) == wanted else self._by_longest(wanted)
+        plain_ids = self._special.isdisjoint(found) and b"".join(self.tokens[i] for i in found) == wanted
+        return found if plain_ids else self._by_longest(wanted)
 
     def _by_longest(self, text: bytes) -> list[int]:
         """Take the longest token of text each time; what no token begins with is left to the grammar to refuse."""
